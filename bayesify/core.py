@@ -1,0 +1,400 @@
+"""Wrap a model and unwrap it again; the modes, the posteriors and the penalty of a wrapped one.
+
+A failed call changes nothing: everything is checked and built before the first parametrization is registered.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from bayesify import caches
+from bayesify import noise as noises
+from bayesify.draws import MEAN, Draw, Enter, Leave, Mode, Scope, Site, override
+from bayesify.methods.base import Method, resolve
+from bayesify.posteriors import Posterior, autograd_pullback
+from bayesify.selection import Candidate, Patterns, candidates, priors, select
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def bayesify(
+    model: M,
+    method: str | Method = "vi",
+    *,
+    prior_sig: Any = 1.0,
+    prior_mean: Any = None,
+    bias: str | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    **options: Any,
+) -> M:
+    """Turn a model into a Bayesian one, in place, without touching its source.
+
+    Each selected parameter becomes the mean of a posterior. The output in eval mode stays the same bit for bit, and no
+    random number is consumed.
+
+    Args:
+        model: Any module; its weights are the starting point and, by default, the prior mean.
+        method: A name ("vi", "mc_dropout", "sgld", "la", "vanilla") or an object of `bayesify.methods`.
+        prior_sig: The prior's standard deviation, or a mapping from name patterns to such (first match wins).
+        prior_mean: None for the current weights, "zero" (1 for normalization scales), a module or state dict with
+            other values, or a mapping from name patterns to these; what no pattern matches keeps the current weights.
+        bias: How biases are treated; the method's first treatment by default.
+        include: Glob pattern(s) over parameter names, or a callable of (name, parameter). All by default.
+        exclude: Likewise, taken away from what is included.
+        **options: The method's options, see its class in `bayesify.methods`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: An argument is out of range, unknown or matches nothing; the model cannot be wrapped as it is.
+        TypeError: An argument is of the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, penalty
+        >>> model = bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=0.1)
+        >>> loss = model(torch.ones(4, 3)).square().mean() + penalty(model, num_data=100)
+        >>> loss.backward()
+    """
+    chosen = resolve(method, bias, options)
+    check_wrappable(model)
+    every = candidates(model)
+    select(every, include, exclude)
+    check_parameters(every)
+    found = priors(every, prior_mean, prior_sig)
+    posteriors = [
+        (c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped
+    ]
+    wrap(model, chosen, posteriors)
+    return model
+
+
+def check_wrappable(model: nn.Module) -> None:
+    """Raise if the model as a whole cannot be wrapped."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"bayesify takes a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(f"the model is wrapped in {type(model).__name__}; call bayesify on the model first, then wrap it")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled; call bayesify on the plain model, before torch.compile")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("the model is scripted, and TorchScript has no parametrizations; bayesify the original model")
+    for name, module in model.named_modules():
+        if isinstance(module, Posterior):
+            raise ValueError("the model is bayesified already; call unbayesify(model) first")
+        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+            raise ValueError(f"{name or 'the model'} is a quantized module without trainable weights; bayesify before quantizing")
+
+
+def check_parameters(every: list[Candidate]) -> None:
+    """Raise if a parameter that should become Bayesian cannot."""
+    for candidate in every:
+        if torch.nn.parameter.is_lazy(candidate.param):
+            raise ValueError(f"{candidate.name!r} is not initialized yet (a lazy module); run one forward pass first")
+        if candidate.skipped:
+            continue
+        if candidate.param.device.type == "meta":
+            raise ValueError(f"{candidate.name!r} is on the meta device; load the weights first")
+        for module, _ in candidate.places:
+            if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                raise ValueError(
+                    f"{candidate.name!r} has sparse gradients, which a posterior cannot have; set sparse=False on the "
+                    f"embedding, or exclude={candidate.name!r}"
+                )
+
+
+def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Posterior]]) -> Scope:
+    """Register ready posteriors on their parameters, and the hooks that tell where a forward begins and ends."""
+    orders = {id(m): tuple(m._parameters) for m in model.modules()}
+    sites = [Site(m, a, orders[id(m)]) for c, _ in posteriors for m, a in c.places]
+    scope = Scope(method, [p for _, p in posteriors], sites, caches.find(model))
+    for module in model.modules():
+        module.register_forward_pre_hook(Enter(scope), prepend=True)
+        module.register_forward_hook(Leave(scope), always_call=True)
+    for candidate, posterior in posteriors:
+        posterior.train(candidate.places[0][0].training)
+        for module, attribute in candidate.places:
+            parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
+        module, attribute = candidate.places[0]
+        posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[union-attr,index,arg-type]
+    model._bayesify_scope = scope  # type: ignore[assignment]
+    return scope
+
+
+def unbayesify(model: M, to: str = "mean") -> M:
+    """Turn a bayesified model back into the plain one that it was.
+
+    Classes, parameter names and order, parameter identity and hooks are as before `bayesify`.
+
+    Args:
+        model: A bayesified model, or a module that contains some.
+        to: What the weights become: "mean", the posterior mean, or "sample", one draw.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, unbayesify
+        >>> model = unbayesify(bayesify(torch.nn.Linear(3, 2)))
+        >>> type(model).__name__, [name for name, _ in model.named_parameters()]
+        ('Linear', ['weight', 'bias'])
+    """
+    if to not in ("mean", "sample"):
+        raise ValueError(f"to must be 'mean' or 'sample', got {to!r}")
+    roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
+    if not roots:
+        raise not_bayesian(model)
+    scopes: list[Scope] = [m._bayesify_scope for m in roots]  # type: ignore[misc]
+    for scope in scopes:
+        _check_removable(scope)
+    with torch.no_grad(), sample(model) if to == "sample" else mean(model):
+        values = [(p, p(p.original)) for scope in scopes for p in scope.posteriors]
+        for posterior, value in values:
+            if value is not posterior.original:
+                posterior.original.copy_(value)
+    for root, scope in zip(roots, scopes, strict=True):
+        _unwrap(root, scope)
+    return model
+
+
+def _check_removable(scope: Scope) -> None:
+    for site in scope.sites:
+        kept = site.module.parametrizations[site.attribute]  # type: ignore[union-attr,index]
+        if len(kept) > 1:  # type: ignore[arg-type]
+            raise ValueError(
+                f"{type(site.module).__name__}.{site.attribute} has a parametrization that was registered after "
+                "bayesify; remove that one first (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
+
+
+def _unwrap(root: nn.Module, scope: Scope) -> None:
+    """Remove the parametrizations and hooks of one scope."""
+    for site in reversed(scope.sites):
+        module, name = site.module, site.attribute
+        kept: Any = module.parametrizations
+        original = kept[name].original
+        del kept[name]
+        others = list(kept)
+        # A deep copy shares the injected class, so the class itself is left alone and a new one made if needed.
+        module.__class__ = type(module).__bases__[0]
+        if others:
+            parametrize._inject_new_class(module)
+            for other in others:
+                parametrize._inject_property(module, other)
+        else:
+            del module.parametrizations
+        module._parameters[name] = original
+        rank = {n: i for i, n in enumerate(site.order)}
+        module._parameters = dict(sorted(module._parameters.items(), key=lambda kv: rank.get(kv[0], len(rank))))
+    for module in root.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, "scope", None) is scope]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+    caches.forget_weights(scope.caching)
+    caches.forget_eval(scope.caching)
+    del root._bayesify_scope
+
+
+def not_bayesian(model: nn.Module) -> ValueError:
+    """Return the error for a model without posteriors."""
+    return ValueError(f"{type(model).__name__} has no posteriors; call bayesify(model, ...) first")
+
+
+def scopes_of(model: nn.Module) -> list[Scope]:
+    """Return the scopes of every bayesified model inside a module.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, Posterior) and module.reader is not None:
+            found[id(module.reader)] = module.reader
+    if not found:
+        raise not_bayesian(model)
+    return list(found.values())
+
+
+def named_posteriors(model: nn.Module) -> Iterator[tuple[str, Posterior]]:
+    """Yield (plain parameter name, posterior), each posterior once, ties under their first name.
+
+    Args:
+        model: A bayesified model, or a module that contains one or lies inside one.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, named_posteriors
+        >>> [name for name, _ in named_posteriors(bayesify(torch.nn.Linear(3, 2)))]
+        ['weight', 'bias']
+    """
+    names: dict[Posterior, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Posterior):
+            names.setdefault(module, []).append(plain_name(path))
+    order = {p: i for scope in (scopes_of(model) if names else []) for i, p in enumerate(scope.posteriors)}
+    for posterior in sorted(names, key=lambda p: order.get(p, 0)):
+        own = posterior.name
+        yield next((n for n in names[posterior] if n.endswith(own) or own.endswith(n)), names[posterior][0]), posterior
+
+
+def plain_name(path: str) -> str:
+    """Turn a posterior's module path into the name of its parameter in the plain model."""
+    # "a.parametrizations.weight.0" is the posterior of "a.weight".
+    head, _, attribute = path.rpartition(".")[0].rpartition("parametrizations.")
+    return head + attribute
+
+
+def mean(model: nn.Module) -> AbstractContextManager[None]:
+    """Use the posterior mean inside a `with` block, even in train mode.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, mean
+        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> with mean(model):
+        ...     bool((model(x) == model(x)).all())
+        True
+    """
+    return override(scopes_of(model), Mode(*MEAN))
+
+
+def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[None]:
+    """Use one posterior sample for a whole `with` block: a generation, a loader, an evaluation.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        seed: Which sample; None takes one number from torch's global generator.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, sample
+        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> with sample(model, seed=3):
+        ...     bool((model(x) == model(x)).all())
+        True
+    """
+    scopes = scopes_of(model)
+    return override(scopes, Mode(draw=Draw(draw_seeds(1, seed)[0], pinned=True)))
+
+
+def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
+    """Loop over posterior samples: inside each turn the model is one of them.
+
+    Draw i is the same theta whatever the data or the batch size. The modes are restored when the loop ends or breaks.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        n: How many samples.
+        seed: Which samples; None takes one number from torch's global generator.
+
+    Yields:
+        The number of the draw, from 0.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, samples
+        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> len({float(model(x).sum()) for _ in samples(model, 5, seed=0)})
+        5
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise ValueError(f"n must be an integer >= 0, got {n!r}")
+    return _samples(scopes_of(model), draw_seeds(n, seed))
+
+
+def _samples(scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
+    for i, seed in enumerate(seeds):
+        with override(scopes, Mode(draw=Draw(seed, pinned=True))):
+            yield i
+
+
+def draw_seeds(n: int, seed: int | None) -> list[int]:
+    """Return the seeds of n draws; consecutive, so that their noise never repeats."""
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an integer or None, got {seed!r}")
+    base = noises.mix(noises.global_seed() if seed is None else seed)
+    return [(base + i) % 2**64 for i in range(n)]
+
+
+def penalty(model: nn.Module, num_data: float) -> Tensor:
+    """Return what is added to the mean minibatch loss: the prior's term of the method, over the number of data.
+
+    Closed form, differentiable. Its gradient is computed together with that of the samples of the last forward, which
+    costs less than a pass of its own.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        num_data: N, the number of training items that the loss is a mean over.
+
+    Returns:
+        A 0-dim tensor.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, penalty
+        >>> model = bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=1.0)
+        >>> penalty(model, num_data=100).shape
+        torch.Size([])
+    """
+    if isinstance(num_data, bool) or not isinstance(num_data, (int, float)) or not num_data > 0 or math.isinf(num_data):
+        raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}")
+    scopes = scopes_of(model)
+    inside = {m for m in model.modules() if isinstance(m, Posterior)}
+    first = scopes[0].posteriors[0].original
+    total = torch.zeros((), dtype=torch.float64, device=first.device)
+    terms: list[Term] = []
+    tensors: list[tuple[Tensor, ...]] = []
+    for scope in scopes:
+        scale = scope.method.scale(num_data)
+        for posterior in scope.posteriors:
+            handle = scope.take_handle(posterior)
+            if posterior in inside and not posterior.flat:
+                with torch.no_grad():
+                    total += posterior.energy(posterior.original, scale).to(total.device)
+                terms.append(Term(posterior, scale, handle is not None))
+                tensors.append((posterior.original, *posterior.learnable()) if handle is None else (handle,))
+    value = total.to(torch.promote_types(first.dtype, torch.float32))
+    return Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
+
+
+class Term(NamedTuple):
+    """One posterior's part of the penalty; by its energy handle, or directly through its parameters."""
+
+    posterior: Posterior
+    scale: float
+    by_handle: bool
+
+
+class Penalty(torch.autograd.Function):
+    """The autograd node of the penalty: a known value, whose gradient the posteriors know in closed form."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, terms: list[Term], *tensors: Tensor) -> Tensor:
+        ctx.terms = terms
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        out: list[Tensor | None] = []
+        for posterior, scale, by_handle in ctx.terms:
+            mean = posterior.original
+            coef = grad.to(mean.device, torch.float64) * scale
+            if by_handle:
+                out.append(coef)
+            elif torch.is_grad_enabled():
+                out += autograd_pullback(posterior, mean, None, None, coef, create_graph=True)
+            else:
+                out += posterior.pullback(mean, None, None, coef)
+        return (None, None, *out)
