@@ -1,6 +1,28 @@
 """Honest uncertainty for any pretrained PyTorch model, in one line."""
 
-from bayesify import methods
+from bayesify import methods, metrics, plots
+from bayesify.checkpoint import load, save
 from bayesify.core import bayesify, mean, named_posteriors, penalty, sample, samples, unbayesify
+from bayesify.groups import param_groups
+from bayesify.overview import summary
+from bayesify.prediction import predict
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "bayesify",
+    "load",
+    "mean",
+    "methods",
+    "metrics",
+    "named_posteriors",
+    "param_groups",
+    "penalty",
+    "plots",
+    "predict",
+    "sample",
+    "samples",
+    "save",
+    "summary",
+    "unbayesify",
+]

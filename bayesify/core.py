@@ -81,7 +81,7 @@ def check_wrappable(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"bayesify takes a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(f"the model is wrapped in {type(model).__name__}; call bayesify on the model first, then wrap it")
+        raise ValueError(f"the model is wrapped in {type(model).__name__}; call bayesify on it first, then wrap it")
     if hasattr(model, "_orig_mod"):
         raise ValueError("the model is compiled; call bayesify on the plain model, before torch.compile")
     if isinstance(model, torch.jit.ScriptModule):
@@ -89,8 +89,8 @@ def check_wrappable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Posterior):
             raise ValueError("the model is bayesified already; call unbayesify(model) first")
-        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
-            raise ValueError(f"{name or 'the model'} is a quantized module without trainable weights; bayesify before quantizing")
+        if ".quantized" in type(module).__module__:
+            raise ValueError(f"{name or 'the model'} is a quantized module, without trainable weights; quantize later")
 
 
 def check_parameters(every: list[Candidate]) -> None:
@@ -123,7 +123,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
         for module, attribute in candidate.places:
             parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
         module, attribute = candidate.places[0]
-        posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[union-attr,index,arg-type]
+        posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[index,arg-type]
     model._bayesify_scope = scope  # type: ignore[assignment]
     return scope
 
@@ -167,8 +167,8 @@ def unbayesify(model: M, to: str = "mean") -> M:
 
 def _check_removable(scope: Scope) -> None:
     for site in scope.sites:
-        kept = site.module.parametrizations[site.attribute]  # type: ignore[union-attr,index]
-        if len(kept) > 1:  # type: ignore[arg-type]
+        kept: Any = site.module.parametrizations[site.attribute]  # type: ignore[index]
+        if len(kept) > 1:
             raise ValueError(
                 f"{type(site.module).__name__}.{site.attribute} has a parametrization that was registered after "
                 "bayesify; remove that one first (torch.nn.utils.parametrize.remove_parametrizations)"
@@ -366,7 +366,8 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
                 terms.append(Term(posterior, scale, handle is not None))
                 tensors.append((posterior.original, *posterior.learnable()) if handle is None else (handle,))
     value = total.to(torch.promote_types(first.dtype, torch.float32))
-    return Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
+    result: Tensor = Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
+    return result
 
 
 class Term(NamedTuple):
@@ -382,11 +383,13 @@ class Penalty(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, terms: list[Term], *tensors: Tensor) -> Tensor:
+        """Return the value."""
         ctx.terms = terms
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Send each posterior its coefficient, or return its gradients."""
         out: list[Tensor | None] = []
         for posterior, scale, by_handle in ctx.terms:
             mean = posterior.original

@@ -142,7 +142,9 @@ class Record(NamedTuple):
 class Scope:
     """The reads of one bayesified model: its modes, its running forward and its memory of past ones."""
 
-    def __init__(self, method: Method, posteriors: list[Posterior], sites: list[Site], caching: list[nn.Module]) -> None:
+    def __init__(
+        self, method: Method, posteriors: list[Posterior], sites: list[Site], caching: list[nn.Module]
+    ) -> None:
         self.method = method
         self.posteriors = posteriors
         self.sites = sites
@@ -347,6 +349,7 @@ class Enter:
         self.scope = scope
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        """Enter the scope, with the stack frame that lives as long as the forward."""
         self.scope.enter(module, sys._getframe(1))
 
 
@@ -357,6 +360,7 @@ class Leave:
         self.scope = scope
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the scope."""
         self.scope.leave(module)
 
 

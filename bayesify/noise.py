@@ -95,7 +95,7 @@ def _pieces(jobs: Iterable[Job]) -> Iterator[tuple[Tensor, Fill, int]]:
     for job in jobs:
         flat = job.out.view(-1)
         if flat.device.type == "cpu":
-            for i, piece in enumerate(flat.split(CHUNK)):
+            for i, piece in enumerate(torch.split(flat, CHUNK)):
                 yield piece, job.fill, chunk_seed(job.seed, job.key, i)
         elif flat.device.type != "meta":
             job.fill(flat, torch.Generator(flat.device).manual_seed(mix(job.seed, job.key) >> 1))
@@ -111,10 +111,9 @@ def keep_mask_(out: Tensor, generator: torch.Generator, p_drop: float) -> None:
 
     Sixteen bits an element where p_drop is a multiple of 2**-16 within one part in a thousand, else 32.
     """
-    for bits, dtype in ((16, torch.int16), (32, torch.int32)):
-        dropped = round(p_drop * 2**bits)
-        if abs(dropped - p_drop * 2**bits) <= 1e-3 * p_drop * 2**bits or bits == 32:
-            break
+    fine = abs(round(p_drop * 2**16) - p_drop * 2**16) > 1e-3 * p_drop * 2**16
+    bits, dtype = (32, torch.int32) if fine else (16, torch.int16)
+    dropped = round(p_drop * 2**bits)
     words = torch.empty(-(-out.numel() * bits // 64), dtype=torch.int64, device=out.device)
     words.random_(-(2**63), None, generator=generator)
     torch.ge(words.view(dtype)[: out.numel()], dropped - 2 ** (bits - 1), out=out)

@@ -58,6 +58,7 @@ class Posterior(nn.Module):
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool = False, fixed_row: int | None = None) -> None:
         super().__init__()
         self.prior_sig = prior.sig
+        self.is_bias = prior.is_bias
         self.flat = flat
         self.register_buffer("prior_center", prior.mean)
         self.zero_prior = prior.mean.dim() == 0 and not bool(prior.mean)
@@ -106,6 +107,25 @@ class Posterior(nn.Module):
     def learnable(self) -> tuple[nn.Parameter, ...]:
         """Return the trainable parameters of this module, beside the mean."""
         return ()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint keeps beside the mean, by attribute name."""
+        return {n: t for n, t in (*self._parameters.items(), *self._buffers.items()) if t is not None}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over the tensors of `state()`, keeping the identity of parameters."""
+        with torch.no_grad():
+            for name, tensor in state.items():
+                if name in self._parameters:
+                    getattr(self, name).copy_(tensor)
+                else:
+                    self._buffers[name] = tensor.to(self.original.device).clone()
+        self.zero_prior = self.prior_center.dim() == 0 and not bool(self.prior_center)
+
+    def configure_like(self, other: "Posterior") -> None:
+        """Take over the settings of another posterior of the same parameter, but none of its tensors."""
+        own = {"reader", "name", "key", "training"}
+        self.__dict__.update({k: v for k, v in vars(other).items() if not k.startswith("_") and k not in own})
 
     def check_ready(self) -> None:
         """Raise if the posterior cannot be sampled yet."""
@@ -205,6 +225,7 @@ class Sampled(torch.autograd.Function):
     def forward(
         ctx: Any, posterior: Posterior, seed: int, noise: Tensor | None, value: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Return theta (from the noise, or an alias of a value known already) and the handle."""
         ctx.set_materialize_grads(False)
         ctx.posterior, ctx.seed, ctx.tensors = posterior, seed, tensors
         ctx.versions = [t._version for t in tensors]
@@ -218,7 +239,8 @@ class Sampled(torch.autograd.Function):
         return value, torch.zeros((), dtype=torch.float64, device=value.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of theta's and the energy's parts together."""
         posterior, (mean, *_) = ctx.posterior, ctx.tensors
         if [t._version for t in ctx.tensors] != ctx.versions:
             raise RuntimeError(

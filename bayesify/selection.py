@@ -50,9 +50,9 @@ class Candidate:
     def fixed_row(self) -> int | None:
         """The padding row of an embedding, which stays without noise."""
         for module, attribute in self.places:
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight":
-                if module.padding_idx is not None:
-                    return int(module.padding_idx)
+            is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight"
+            if is_embedding and module.padding_idx is not None:
+                return int(module.padding_idx)
         return None
 
     @property
@@ -142,9 +142,7 @@ def priors(every: list[Candidate], prior_mean: Any, prior_sig: Any) -> dict[int,
     """
     sigs = _by_pattern(every, prior_sig, "prior_sig", default=1.0)
     means = _by_pattern(every, prior_mean, "prior_mean", default=None)
-    return {
-        id(c): Prior(_mean(c, means[id(c)]), _sig(c, sigs[id(c)]), c.is_bias) for c in every if not c.skipped
-    }
+    return {id(c): Prior(_mean(c, means[id(c)]), _sig(c, sigs[id(c)]), c.is_bias) for c in every if not c.skipped}
 
 
 def _by_pattern(every: list[Candidate], value: Any, argument: str, *, default: Any) -> dict[int, Any]:

@@ -68,11 +68,11 @@ def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]
     """
     given = dict(options) if bias is None else {**options, "bias": bias}
     if isinstance(method, Method):
-        cls, make = type(method), lambda **kw: replace(method, **kw)
+        cls = type(method)
     elif isinstance(method, str):
         if method not in REGISTRY:
             raise ValueError(f"unknown method {method!r}{_closest(method, REGISTRY)}; methods: {sorted(REGISTRY)}")
-        cls = make = REGISTRY[method]
+        cls = REGISTRY[method]
     else:
         raise TypeError(f"method must be a name {sorted(REGISTRY)} or a bayesify.methods object, got {method!r}")
     known = [f.name for f in fields(cls)]
@@ -81,7 +81,7 @@ def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]
             raise ValueError(
                 f"unknown option {option!r} for method {cls.name!r}{_closest(option, known)}; options: {known}"
             )
-    return make(**given)
+    return replace(method, **given) if isinstance(method, Method) else cls(**given)
 
 
 def _closest(word: str, words: Any) -> str:
