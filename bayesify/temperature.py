@@ -19,7 +19,7 @@ from torch import Tensor
 Array: TypeAlias = Tensor | npt.NDArray[Any]
 ArrayT = TypeVar("ArrayT", bound=Array)
 
-_GRID_POINTS = 31
+_GRID_POINTS = 41
 _LOG_T_WIDTH = 1e-8
 _NLL_ROUNDING = 1e-12
 _SUM_TOLERANCE = 1e-4
@@ -83,7 +83,7 @@ def tempered_probs(logits: ArrayT, temperature: float) -> ArrayT:
     return like(log_probs.exp(), logits)
 
 
-def fit_temperature(logits: Array, labels: Array, *, bounds: tuple[float, float] = (1e-3, 1e3)) -> Temperature:
+def fit_temperature(logits: Array, labels: Array, *, bounds: tuple[float, float] = (1e-2, 1e2)) -> Temperature:
     r"""Find the temperature that maximizes the likelihood of `labels`.
 
     .. math:: \min_T \; -\frac{1}{N} \sum_n \log \frac{1}{S} \sum_s \mathrm{softmax}(f_s(x_n) / T)_{y_n}
@@ -115,7 +115,7 @@ def fit_temperature(logits: Array, labels: Array, *, bounds: tuple[float, float]
     """
     low, high = bounds
     if not 0 < low < high < math.inf:
-        raise ValueError(f"bounds must be 0 < low < high < inf, got {bounds}; the default is (1e-3, 1e3)")
+        raise ValueError(f"bounds must be 0 < low < high < inf, got {bounds}; the default is (1e-2, 1e2)")
     values = _to_logits(logits)
     truth = to_labels(labels, values.shape[1], values.shape[2])
     margins = values - values.gather(2, truth.expand(len(values), -1).unsqueeze(2))

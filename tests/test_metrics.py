@@ -3,8 +3,6 @@
 import doctest
 import itertools
 import math
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
@@ -290,12 +288,6 @@ BAD_CALLS = {
 def test_bad_arguments_are_refused(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
-
-
-def test_importing_the_metrics_loads_no_matplotlib():
-    code = "import sys, bayesify.metrics, bayesify.plots; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("module", [bayesify.metrics, bayesify.temperature])

@@ -29,7 +29,7 @@ def nll_by_loops(logits, labels, temperature):
     return total / len(labels)
 
 
-@pytest.mark.parametrize(("logit", "right", "wrong"), [(4.0, 3, 1), (0.5, 9, 1), (60.0, 6, 4), (1e-2, 2, 1)])
+@pytest.mark.parametrize(("logit", "right", "wrong"), [(4.0, 3, 1), (0.5, 9, 1), (30.0, 6, 4), (1e-2, 2, 1)])
 def test_the_optimum_makes_confidence_equal_accuracy(logit, right, wrong):
     logits = torch.tensor([[logit, 0.0]] * (right + wrong), dtype=torch.float64)
     labels = torch.tensor([0] * right + [1] * wrong)
@@ -71,8 +71,8 @@ def test_the_curve_is_sorted_and_holds_the_optimum():
     assert temperatures == sorted(set(temperatures))
     assert (fitted.temperature, fitted.nll) in fitted.curve
     assert fitted.nll == min(nll for _, nll in fitted.curve)
-    assert temperatures[0] == pytest.approx(1e-3)
-    assert temperatures[-1] == pytest.approx(1e3)
+    assert temperatures[0] == pytest.approx(1e-2)
+    assert temperatures[-1] == pytest.approx(1e2)
 
 
 def test_numpy_in_numpy_out():
@@ -93,8 +93,8 @@ def test_half_precision_logits_give_probabilities_that_the_metrics_take():
 
 def test_huge_logits_neither_overflow_nor_lose_the_optimum():
     logits, labels = overconfident()
-    shifted = fit_temperature(logits * 100 + 1e6, labels)
-    assert shifted.temperature == pytest.approx(100 * fit_temperature(logits, labels).temperature, rel=1e-4)
+    shifted = fit_temperature(logits * 20 + 1e6, labels)
+    assert shifted.temperature == pytest.approx(20 * fit_temperature(logits, labels).temperature, rel=1e-4)
 
 
 @pytest.mark.parametrize("samples", [None, 3])
@@ -102,13 +102,13 @@ def test_perfect_separation_is_no_success(samples):
     labels = torch.arange(30) % 3
     logits = torch.eye(3)[labels] * 5
     logits = logits if samples is None else logits.expand(samples, -1, -1)
-    with pytest.raises(TemperatureError, match=r"lower bound T = 0\.001: the logits separate .* held-out data"):
+    with pytest.raises(TemperatureError, match=r"lower bound T = 0\.01: the logits separate .* held-out data"):
         fit_temperature(logits, labels)
 
 
 def test_contradicting_labels_are_no_success():
     labels = torch.arange(30) % 3
-    with pytest.raises(TemperatureError, match=r"upper bound T = 1000: .* or the opposite; check .* same order"):
+    with pytest.raises(TemperatureError, match=r"upper bound T = 100: .* or the opposite; check .* same order"):
         fit_temperature(-torch.eye(3)[labels], labels)
 
 

@@ -1,0 +1,357 @@
+"""What the pictures and the page contain, and that they leave no trace outside of themselves."""
+
+import base64
+import doctest
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bayesify.plots
+import bayesify.report
+from bayesify import metrics, plots
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def logits_and_labels(n=300, classes=4, samples=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    honest = 2 * torch.randn(n, classes, generator=generator)
+    labels = torch.multinomial(honest.softmax(1), 1, generator=generator).squeeze(1)
+    return 2 * honest + torch.randn(samples, n, classes, generator=generator), labels
+
+
+def predictive(logits, labels=None, *, keep=True):
+    """What `predict` returns, as far as the report looks at it."""
+    samples = logits.softmax(-1)
+    probs = samples.mean(0)
+    entropy, information = metrics.entropy(probs), metrics.mutual_information(samples)
+    fields = {
+        "probs": probs, "logits": logits if keep else None, "labels": labels, "confidence": probs.amax(1),
+        "entropy": entropy, "mutual_information": information, "expected_entropy": entropy - information,
+    }  # fmt: skip
+    return SimpleNamespace(**fields)
+
+
+LOGITS, LABELS = logits_and_labels()
+PROBS = LOGITS.softmax(-1).mean(0)
+FITTED = metrics.fit_temperature(LOGITS, LABELS)
+
+
+def texts(ax):
+    return [text.get_text() for text in ax.texts]
+
+
+def legend(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "xlabel", "ylabel"),
+    [("top", "Confidence", "Accuracy"), ("pooled", "Predicted probability", "Observed frequency")],
+)
+def test_reliability_diagram_shows_the_bins(kind, xlabel, ylabel):
+    (ax,) = plots.reliability_diagram(PROBS, LABELS, bins=10, kind=kind, title="A $ title $").axes
+    table = metrics.reliability(PROBS, LABELS, 10, kind)
+    filled = table.counts > 0
+    observed, gaps, counts = ax.containers
+    assert [bar.get_height() for bar in observed] == table.accuracy[filled].tolist()
+    tops = [bar.get_y() + bar.get_height() for bar in gaps]
+    assert tops == pytest.approx(table.confidence[filled].tolist())
+    assert [bar.get_x() for bar in counts] == table.edges[:-1][filled].tolist()
+    heights = torch.tensor([float(bar.get_height()) for bar in counts])
+    torch.testing.assert_close(heights / heights.max(), (table.counts / table.counts.max())[filled])
+    assert texts(ax)[:-1] == [str(count) for count in table.counts[filled].tolist()]
+    assert texts(ax)[-1] == f"ECE {table.ece:.4f}\nMCE {table.mce:.4f}\nNLL {metrics.nll(PROBS, LABELS):.4f}"
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == (xlabel, ylabel, "A $ title $")
+    assert sorted(legend(ax)) == ["Gap", "Observed", "Perfect"]
+
+
+def test_many_bins_show_bars_without_numbers():
+    (ax,) = plots.reliability_diagram(PROBS, LABELS, bins=21).axes
+    assert len(ax.texts) == 1
+
+
+@pytest.mark.parametrize(("count", "short"), [(9999, "9999"), (10_000, "10k"), (999_499, "999k"), (2 * 10**7, "20M")])
+def test_counts_are_written_short(count, short):
+    assert plots._short(count) == short
+
+
+def test_pictures_can_be_drawn_on_axes_of_ones_own():
+    figure = matplotlib.figure.Figure(figsize=(7, 3))
+    for ax, draw in zip(figure.subplots(1, 2), (plots.temperature_curve, plots.risk_coverage), strict=True):
+        subject = FITTED if draw is plots.temperature_curve else metrics.risk_coverage(PROBS, LABELS)
+        assert draw(subject, ax=ax, title="mine") is figure
+        assert ax.get_title() == "mine"
+        assert ax.lines
+
+
+def test_reliability_pair_shows_before_and_after():
+    left, right = plots.reliability_pair(LOGITS, LABELS, FITTED).axes
+    assert (left.get_title(), right.get_title()) == ("Before: T = 1", f"After: T = {float(FITTED):.3f}")
+    assert f"NLL {FITTED.nll_before:.4f}" in texts(left)[-1]
+    assert f"NLL {FITTED.nll:.4f}" in texts(right)[-1]
+
+
+def test_temperature_curve_marks_one_and_the_optimum():
+    (ax,) = plots.temperature_curve(FITTED).axes
+    curve, before, best = ax.lines
+    assert set(zip(*curve.get_data(), strict=True)) <= set(FITTED.curve)
+    assert len(curve.get_xdata()) > 10
+    assert tuple(map(float, (*before.get_xdata(), *before.get_ydata()))) == (1.0, FITTED.nll_before)
+    assert tuple(map(float, (*best.get_xdata(), *best.get_ydata()))) == (float(FITTED), FITTED.nll)
+    assert legend(ax) == [f"T = 1, NLL {FITTED.nll_before:.4f}", f"T = {float(FITTED):.3f}, NLL {FITTED.nll:.4f}"]
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_xscale()) == ("Temperature T", "NLL", "log")
+
+
+def test_risk_coverage_compares_methods_without_colour():
+    curves = {f"method {i}": metrics.risk_coverage(PROBS, LABELS, uncertainty=torch.rand(300)) for i in range(5)}
+    (ax,) = plots.risk_coverage(curves).axes
+    assert legend(ax) == [f"{name} (AURC {curve.aurc:.4f})" for name, curve in curves.items()]
+    for line, curve in zip(ax.lines, curves.values(), strict=True):
+        assert line.get_ydata().tolist() == curve.risk.tolist()
+        assert line.get_xdata().tolist() == curve.coverage.tolist()
+    assert len({line.get_marker() for line in ax.lines}) == 5
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("Coverage", "Error rate of those kept")
+
+
+def test_risk_coverage_scale_ignores_the_first_few_examples():
+    risk = torch.full((100,), 0.1)
+    risk[0] = 1.0
+    curve = metrics.RiskCoverage(torch.arange(1, 101) / 100, risk)
+    assert plots.risk_coverage(curve).axes[0].get_ylim() == pytest.approx((0, 0.115))
+
+
+def test_risk_coverage_of_a_perfect_model_has_a_scale():
+    curve = metrics.risk_coverage(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
+    (ax,) = plots.risk_coverage(curve).axes
+    assert ax.get_ylim() == (0, 1)
+    assert legend(ax) == ["(AURC 0.0000)"]
+
+
+def test_risk_coverage_needs_a_curve():
+    with pytest.raises(ValueError, match=r"curves must not be empty, got no curve; pass \{name:"):
+        plots.risk_coverage({})
+
+
+def test_uncertainty_histogram_shows_fractions_and_detection():
+    inside, outside = torch.rand(50), torch.rand(20) + 0.5
+    (ax,) = plots.uncertainty_histogram(inside, outside, quantity="Doubt", bins=7, names=("Seen", "New")).axes
+    for patch in ax.patches:
+        low, high = patch.get_path().get_extents().intervalx
+        assert inside.min().item() <= low + 1e-6
+        assert high <= outside.max().item() + 1e-6
+    edges = torch.linspace(float(inside.min()), float(outside.max()), 8, dtype=torch.float64)
+    tallest = torch.histogram(inside.double(), edges).hist.max().item() / 50
+    assert ax.patches[0].get_path().get_extents().y1 == pytest.approx(tallest)
+    assert {bool(patch.get_hatch()) for patch in ax.patches} == {True, False}
+    assert texts(ax) == [f"AUROC {metrics.auroc(inside, outside):.4f}\nFPR95 {metrics.fpr95(inside, outside):.4f}"]
+    assert legend(ax) == ["Seen", "New"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("Doubt (nats)", "Fraction of examples")
+
+
+def test_uncertainty_histogram_refuses_nan():
+    with pytest.raises(ValueError, match="out_dist must be finite"):
+        plots.uncertainty_histogram(torch.rand(3), torch.tensor([float("nan")]))
+
+
+def test_constant_uncertainties_can_be_drawn():
+    (ax,) = plots.uncertainty_histogram(torch.zeros(3), torch.zeros(2)).axes
+    assert texts(ax) == ["AUROC 0.5000\nFPR95 1.0000"]
+
+
+def test_matplotlib_is_imported_late_and_its_global_state_untouched():
+    code = """
+import sys, torch
+import bayesify.metrics
+from bayesify import metrics, plots
+assert 'matplotlib' not in sys.modules
+import matplotlib
+before = matplotlib.rcParams.copy()
+logits, labels = torch.tensor([[3.0, 0.0], [1.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1, 0])
+fitted = metrics.fit_temperature(logits, labels)
+plots.reliability_pair(logits, labels, fitted).canvas.draw()
+plots.temperature_curve(fitted).canvas.draw()
+assert 'matplotlib.pyplot' not in sys.modules
+assert dict.__eq__(before, matplotlib.rcParams)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"matplotlib, which is missing; pip install bayesify\[plots\]"):
+        plots.temperature_curve(FITTED)
+
+
+class Reader(HTMLParser):
+    """Collects the text, the images and the nesting of a page."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self, page):
+        super().__init__()
+        self.source = page
+        self.text, self.images, self.open, self.tags = [], [], [], set()
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag == "img":
+            self.images.append(dict(attrs))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data.strip())
+
+    def values_of(self, name):
+        """The cells after the name of a row and its explanation."""
+        cells = [text for text in self.text if text]
+        start = cells.index(name) + 2
+        return [float(cell) for cell in cells[start : start + 2] if re.fullmatch(r"[\d.]+|inf", cell)]
+
+
+TITLE = "<script>alert('x')</script> & \"more\""
+
+
+def read(tmp_path, *args, **kwargs):
+    path = plots.report(*args, tmp_path / "report.html", **kwargs)
+    assert list(tmp_path.iterdir()) == [path]
+    return Reader(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def inside():
+    return predictive(LOGITS, LABELS)
+
+
+@pytest.fixture(scope="module")
+def outside():
+    return predictive(LOGITS[:, :200] / 4)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, inside, outside):
+    return read(tmp_path_factory.mktemp("page"), inside, ood=outside, title=TITLE)
+
+
+def test_report_has_the_numbers_before_and_after(page):
+    after = FITTED.apply(LOGITS)
+    scores = {
+        "Error": metrics.error, "NLL": metrics.nll, "Brier score": metrics.brier, "ECE, top label": metrics.ece,
+        "MCE, top label": metrics.mce, "AURC": metrics.aurc,
+        "ECE, pooled": lambda p, y: metrics.ece(p, y, kind="pooled"),
+        "MCE, pooled": lambda p, y: metrics.mce(p, y, kind="pooled"),
+    }  # fmt: skip
+    for name, score in scores.items():
+        expected = [score(PROBS, LABELS), score(after, LABELS)]
+        assert page.values_of(name) == pytest.approx(expected, abs=5.1e-5), name
+    assert any("fitted on these labels (optimistic)" in text for text in page.text)
+    assert "300 examples · 4 classes · 3 posterior samples · 200 out-of-distribution examples" in page.text
+
+
+def test_report_is_self_contained_and_its_pictures_are_images(page):
+    assert not re.search(r"https?:|@import|url\(", page.source)
+    assert page.tags.isdisjoint({"script", "link", "iframe"})
+    assert [image["alt"] for image in page.images] == [
+        "Top label: the highest probability of each example",
+        "Pooled: the probabilities of all classes",
+        "Before: T = 1",
+        f"After: T = {float(FITTED):.3f}",
+        "Likelihood by temperature",
+        "Error rate when the uncertain examples are refused",
+        "Entropy of right and wrong predictions",
+        "Entropy",
+        "Mutual information",
+    ]
+    for image in page.images:
+        kind, _, data = image["src"].partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert b"</svg>" in base64.b64decode(data)
+
+
+def test_report_measures_detection(page, inside, outside):
+    names = "entropy", "mutual_information"
+    pairs = [(getattr(inside, name), getattr(outside, name)) for name in names]
+    assert page.values_of("AUROC") == pytest.approx([metrics.auroc(*pair) for pair in pairs], abs=5.1e-5)
+    assert page.values_of("FPR95") == pytest.approx([metrics.fpr95(*pair) for pair in pairs], abs=5.1e-5)
+    means = [value.expected_entropy.mean().item() for value in (inside, outside)]
+    assert page.values_of("Expected entropy") == pytest.approx(means, abs=5.1e-5)
+
+
+def test_report_escapes_the_title(page):
+    assert "script" not in page.tags
+    assert page.text.count(TITLE) == 2
+
+
+@pytest.mark.parametrize("temperature", [2.0, FITTED])
+def test_report_takes_a_temperature_from_elsewhere(tmp_path, temperature):
+    page = read(tmp_path, predictive(LOGITS, LABELS), temperature=temperature)
+    assert f"T = {float(temperature):.4f} was fitted on other data." in page.text
+    assert not any("optimistic" in text for text in page.text)
+    shown = metrics.nll(metrics.Temperature(float(temperature), 0, 0, ()).apply(LOGITS), LABELS)
+    assert page.values_of("NLL")[1] == pytest.approx(shown, abs=5.1e-5)
+
+
+def test_report_says_why_there_is_no_temperature(tmp_path):
+    streamed = read(tmp_path, predictive(LOGITS, LABELS, keep=False))
+    assert any("needs the logits of each sample" in text for text in streamed.text)
+    separable = 9 * torch.eye(3)[torch.arange(30) % 3]
+    perfect = read(tmp_path, predictive(separable[None], torch.arange(30) % 3))
+    assert any(text.startswith("No temperature scaling: the likelihood is best at the lower") for text in perfect.text)
+    assert perfect.values_of("Error") == [0.0]
+    assert "Entropy of right and wrong predictions" not in [image["alt"] for image in perfect.images]
+
+
+def test_report_leaves_out_the_information_of_a_single_sample(tmp_path):
+    page = read(tmp_path, predictive(LOGITS[:1], LABELS), ood=predictive(LOGITS[:1] / 4))
+    assert any(text.startswith("Mutual information is left out") for text in page.text)
+    assert len(page.values_of("AUROC")) == 1
+
+
+def test_report_without_labels_shows_the_uncertainties(tmp_path):
+    page = read(tmp_path, predictive(LOGITS))
+    assert any(text.startswith("The data has no labels") for text in page.text)
+    assert page.values_of("Mutual information") == pytest.approx(
+        [metrics.mutual_information(LOGITS.softmax(-1)).mean().item()], abs=5.1e-5
+    )
+    assert page.images == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((SimpleNamespace(probs=None), None), "predictive must hold class probabilities, got SimpleNamespace"),
+        ((predictive(LOGITS, LABELS), object()), "ood must hold class probabilities, got object; pass what predict"),
+    ],
+)
+def test_report_is_for_classification(tmp_path, arguments, message):
+    subject, ood = arguments
+    with pytest.raises(TypeError, match=message):
+        plots.report(subject, tmp_path / "report.html", ood=ood)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_report_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    monkeypatch.setattr(bayesify.report.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        plots.report(predictive(LOGITS), path)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("module", [bayesify.plots, bayesify.report])
+def test_examples_in_the_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
