@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -147,16 +147,15 @@ def temperature_curve(temperature: Temperature, *, ax: Axes | None = None, title
         'Temperature T'
     """
     ax = ax or _new_axes(height=2.5)
-    best, worst = temperature.nll, temperature.nll_before
-    low, high = min(1.0, float(temperature)) / 3, max(1.0, float(temperature)) * 3
+    t_best, best, before = float(temperature), temperature.nll, temperature.nll_before
+    low, high = min(1.0, t_best) / 3, max(1.0, t_best) * 3
     inside = [(t, nll) for t, nll in temperature.curve if low <= t <= high]
     ax.plot(*zip(*inside, strict=True), color=_DARK, linewidth=1.2, marker=".", markersize=3)
     marks: dict[str, Any] = {"linestyle": "none", "markersize": 5, "markeredgecolor": "black", "clip_on": False}
-    ax.plot(1.0, worst, marker="s", color="white", label=f"T = 1, NLL {worst:.4f}", **marks)
-    ax.plot(float(temperature), best, marker="o", color=_ACCENT, **marks)
-    ax.lines[-1].set_label(f"T = {float(temperature):.3f}, NLL {best:.4f}")
+    ax.plot(1.0, before, marker="s", color="white", label=f"T = 1, NLL {before:.4f}", **marks)
+    ax.plot(t_best, best, marker="o", color=_ACCENT, label=f"T = {t_best:.3f}, NLL {best:.4f}", **marks)
     ax.set_xscale("log")
-    ax.set_xticks([digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5)], minor=False)
+    ax.set_xticks([digit * 10.0**power for power in range(-4, 5) for digit in (1, 2, 5)])
     ax.xaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     ax.set_xlim(low, high)
@@ -188,7 +187,7 @@ def risk_coverage(
     Example:
         >>> curve = metrics.risk_coverage(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
         >>> risk_coverage({"vi": curve}).axes[0].get_legend().get_texts()[0].get_text()
-        'vi (AURC 0.2500)'
+        'vi (AURC 0.25)'
     """
     named = {"": curves} if isinstance(curves, metrics.RiskCoverage) else curves
     if not named:
@@ -197,7 +196,7 @@ def risk_coverage(
     for index, ((name, curve), (line, marker, color)) in enumerate(zip(named.items(), cycle(_LINES), strict=False)):
         # Markers start at different points, so that curves which coincide can still be told apart.
         every = (len(curve.risk) * (2 + index % len(_LINES)) // 30, max(1, len(curve.risk) // 5))
-        label = f"{name} (AURC {curve.aurc:.4f})".strip()
+        label = f"{name} (AURC {curve.aurc:.3g})".strip()
         look: dict[str, Any] = {"linestyle": line, "marker": marker, "color": color, "markevery": every}
         ax.plot(curve.coverage.numpy(), curve.risk.numpy(), linewidth=1.2, markersize=4, label=label, **look)
     # One early mistake makes the first few risks jump to one; the scale is for the rest.
@@ -289,7 +288,8 @@ def report(
         >>> probs, zeros = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.zeros(2)
         >>> out = SimpleNamespace(probs=probs, logits=None, labels=torch.tensor([0, 1]), confidence=probs.amax(1),
         ...     entropy=metrics.entropy(probs), expected_entropy=metrics.entropy(probs), mutual_information=zeros)
-        >>> report(out, tempfile.mkdtemp() + "/report.html").name
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report(out, f"{folder}/report.html").name
         'report.html'
     """
     from bayesify.report import write_report
@@ -346,4 +346,4 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def _figure_of(ax: Axes) -> Figure:
-    return cast("Figure", ax.get_figure(root=True))
+    return ax.figure.figure  # twice: the first may be a subfigure

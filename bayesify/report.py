@@ -123,7 +123,7 @@ def _add_scores(page: Page, predictive: Any, scaling: Temperature | float | None
     if scaling is not None:
         columns[f"T\u00a0=\u00a0{float(scaling):.3f}"] = tempered_probs(predictive.logits, float(scaling))
     rows = [
-        (name, meaning, *(f"{score(probs, predictive.labels):.4f}" for probs in columns.values()))
+        (name, meaning, *(_number(score(probs, predictive.labels)) for probs in columns.values()))
         for name, meaning, score in _SCORES
     ]
     page.section("Scores").table(("", *columns), rows)
@@ -169,7 +169,7 @@ def _add_uncertainty(page: Page, predictive: Any, ood: Any) -> None:
     """Tabulate the mean uncertainties and show how well they detect out-of-distribution data."""
     sets = {"Mean": predictive} if ood is None else {"In-distribution": predictive, "Out-of-distribution": ood}
     rows = [
-        (name, meaning, *(f"{getattr(value, attribute).mean().item():.4f}" for value in sets.values()))
+        (name, meaning, *(_number(getattr(value, attribute).mean().item()) for value in sets.values()))
         for name, meaning, attribute in _UNCERTAINTIES
     ]
     page.section("Uncertainty").table(("", *sets), rows)
@@ -181,8 +181,8 @@ def _add_uncertainty(page: Page, predictive: Any, ood: Any) -> None:
     page.table(
         ("", *pairs),
         [
-            ("AUROC", "1 is perfect, 0.5 is chance", *(f"{metrics.auroc(*pair):.4f}" for pair in pairs.values())),
-            ("FPR95", "false alarms at 95% detection", *(f"{metrics.fpr95(*pair):.4f}" for pair in pairs.values())),
+            ("AUROC", "1 is perfect, 0.5 is chance", *(_number(metrics.auroc(*pair)) for pair in pairs.values())),
+            ("FPR95", "false alarms at 95% detection", *(_number(metrics.fpr95(*pair)) for pair in pairs.values())),
         ],
     )
     if len(pairs) == 1:
@@ -196,6 +196,11 @@ def _informative(predictive: Any) -> dict[str, Any]:
     if predictive.mutual_information.max() > _NO_INFORMATION:
         kinds["Mutual information"] = predictive.mutual_information
     return kinds
+
+
+def _number(value: float) -> str:
+    """Write four decimals, or three digits where those would say little."""
+    return f"{value:.4f}" if value == 0 or value >= 0.01 else f"{value:.3g}"
 
 
 class Page:

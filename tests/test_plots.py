@@ -111,7 +111,7 @@ def test_temperature_curve_marks_one_and_the_optimum():
 def test_risk_coverage_compares_methods_without_colour():
     curves = {f"method {i}": metrics.risk_coverage(PROBS, LABELS, uncertainty=torch.rand(300)) for i in range(5)}
     (ax,) = plots.risk_coverage(curves).axes
-    assert legend(ax) == [f"{name} (AURC {curve.aurc:.4f})" for name, curve in curves.items()]
+    assert legend(ax) == [f"{name} (AURC {curve.aurc:.3g})" for name, curve in curves.items()]
     for line, curve in zip(ax.lines, curves.values(), strict=True):
         assert line.get_ydata().tolist() == curve.risk.tolist()
         assert line.get_xdata().tolist() == curve.coverage.tolist()
@@ -130,7 +130,7 @@ def test_risk_coverage_of_a_perfect_model_has_a_scale():
     curve = metrics.risk_coverage(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
     (ax,) = plots.risk_coverage(curve).axes
     assert ax.get_ylim() == (0, 1)
-    assert legend(ax) == ["(AURC 0.0000)"]
+    assert legend(ax) == ["(AURC 0)"]
 
 
 def test_risk_coverage_needs_a_curve():
@@ -217,7 +217,7 @@ class Reader(HTMLParser):
         """The cells after the name of a row and its explanation."""
         cells = [text for text in self.text if text]
         start = cells.index(name) + 2
-        return [float(cell) for cell in cells[start : start + 2] if re.fullmatch(r"[\d.]+|inf", cell)]
+        return [float(cell) for cell in cells[start : start + 2] if re.fullmatch(r"[\d.]+", cell)]
 
 
 TITLE = "<script>alert('x')</script> & \"more\""
@@ -286,6 +286,13 @@ def test_report_measures_detection(page, inside, outside):
     assert page.values_of("FPR95") == pytest.approx([metrics.fpr95(*pair) for pair in pairs], abs=5.1e-5)
     means = [value.expected_entropy.mean().item() for value in (inside, outside)]
     assert page.values_of("Expected entropy") == pytest.approx(means, abs=5.1e-5)
+
+
+def test_report_writes_small_numbers_with_three_digits(tmp_path):
+    probs = torch.tensor([[1 - 2e-4, 2e-4]] * 10, dtype=torch.float64)
+    page = read(tmp_path, predictive(probs.log()[None], torch.zeros(10, dtype=torch.long)))
+    assert "8e-08" in page.text  # the Brier score 2 * (2e-4)^2
+    assert page.values_of("Error") == [0.0]
 
 
 def test_report_escapes_the_title(page):
