@@ -4,12 +4,14 @@ from bayesify import methods, metrics, plots
 from bayesify.checkpoint import load, save
 from bayesify.core import bayesify, mean, named_posteriors, penalty, sample, samples, unbayesify
 from bayesify.groups import param_groups
+from bayesify.langevin import SGLD
 from bayesify.overview import summary
 from bayesify.prediction import predict
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGLD",
     "bayesify",
     "load",
     "mean",
