@@ -162,7 +162,7 @@ def unbayesify(model: M, to: str = "mean") -> M:
     roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
     if not roots:
         scopes_of(model)  # raises where there is nothing to remove
-        raise ValueError(f"this {type(model).__name__} is part of a bayesified model; call unbayesify on the whole model")
+        raise ValueError(f"this {type(model).__name__} is a part of the bayesified model; unbayesify the whole")
     scopes: list[Scope] = [m._bayesify_scope for m in roots]  # type: ignore[misc]
     for scope in scopes:
         _check_removable(scope)

@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,9 +21,9 @@ from bayesify import caches
 from bayesify import noise as noises
 from bayesify.methods.base import Method
 from bayesify.posteriors import Posterior, Sampled, make_noise
+from bayesify.replay import Past, Record, node_count
 
-REMEMBERED_FORWARDS = 1 << 14
-PATIENCE = 100  # training forwards without a penalty before the warning
+PATIENCE = 100  # training steps without a penalty before the warning
 
 
 class Draw:
@@ -39,11 +38,12 @@ class Draw:
         self.seed = seed
         self.pinned = pinned
         self.noise: dict[Posterior, Tensor] = {}
-        self.values: dict[Posterior, tuple[list[Any], Tensor]] = {}
+        self.values: dict[Posterior, Kept] = {}
 
     def prepare(self, posteriors: Iterable[Posterior]) -> None:
         """Draw the noise of several posteriors at once, which is faster than one by one."""
-        self.noise = make_noise([p for p in posteriors if p not in self.values], self.seed)
+        missing = [p for p in posteriors if p not in self.values and p not in self.noise]
+        self.noise.update(make_noise(missing, self.seed))
 
     def theta(self, posterior: Posterior, original: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this draw's theta of one posterior, with its energy handle where gradients are wanted."""
@@ -60,27 +60,40 @@ class Draw:
         else:
             theta, handle = value, None
         if self.pinned and value is None:
-            self.values[posterior] = (_fingerprint(tensors), theta.detach())
+            self.values[posterior] = Kept(tensors, _stamps(tensors), theta.detach())
         return theta, handle
 
     def _kept_value(self, posterior: Posterior, tensors: tuple[Tensor, ...]) -> Tensor | None:
         """Return the theta of an earlier forward, unless the parameters have changed since."""
-        fingerprint, value = self.values.get(posterior, (None, None))
-        if value is None or fingerprint != _fingerprint(tensors):
+        kept = self.values.get(posterior)
+        if kept is None or kept.value.is_inference() > torch.is_inference_mode_enabled():
             return None
-        return None if value.is_inference() and not torch.is_inference_mode_enabled() else value
+        same = all(a is b for a, b in zip(kept.tensors, tensors, strict=True)) and kept.stamps == _stamps(tensors)
+        return kept.value if same else None
 
 
-def _fingerprint(tensors: tuple[Tensor, ...]) -> list[Any]:
-    """Return what changes when a tensor is written, moved or replaced."""
-    return [(id(t), t._version if not t.is_inference() else 0, t.data_ptr()) for t in tensors]
+class Kept(NamedTuple):
+    """A theta worth keeping, with the tensors that it was made from and their state then."""
+
+    tensors: tuple[Tensor, ...]
+    stamps: list[tuple[int, int]]
+    value: Tensor
+
+
+def _stamps(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
+    """Return what changes when a tensor is written or moved."""
+    return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
 
 
 class Mode(NamedTuple):
-    """What a block or a forward reads: a draw, the mean, or (both unset) what train() and eval() say."""
+    """What a block or a forward reads: a draw, the mean, or (both unset) what train() and eval() say.
+
+    A block that was entered inside a backward pass is meant for what runs there, recomputation or not.
+    """
 
     draw: Draw | None = None
     mean: bool = False
+    in_backward: bool = False
 
 
 BY_TRAINING_FLAG = Mode()
@@ -117,28 +130,6 @@ class Frame:
         return False
 
 
-class Record(NamedTuple):
-    """A forward of the past: which module ran, which autograd nodes it made, and what it read."""
-
-    start: int
-    end: int
-    module: "weakref.ref[nn.Module]"
-    seed: int | None
-    pinned: bool
-    mean: bool
-
-    def covers(self, node: int, module: nn.Module) -> bool:
-        """Tell whether a module run on behalf of an autograd node belongs to this forward."""
-        outer = self.module()
-        return self.start <= node < self.end and outer is not None and any(m is module for m in outer.modules())
-
-    def mode(self) -> "Mode":
-        """Return the mode that reads the same theta again."""
-        if self.seed is not None:
-            return Mode(draw=Draw(self.seed, pinned=self.pinned))
-        return MEAN if self.mean else BY_TRAINING_FLAG
-
-
 class Scope:
     """The reads of one bayesified model: its modes, its running forward and its memory of past ones."""
 
@@ -151,17 +142,17 @@ class Scope:
         self.caching = caching
         self.modes: list[Mode] = []
         self.handles: dict[Posterior, Tensor] = {}
-        self.forwards = 0
+        self.steps = self.last_state = 0
         self.warned = not any(not p.flat for p in posteriors)
         self._forget()
 
     def _forget(self) -> None:
         self._local = threading.local()
-        self._records: deque[Record] = deque(maxlen=REMEMBERED_FORWARDS)
-        self._seeds: OrderedDict[int, None] = OrderedDict()
+        self._past = Past()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scope":
         """Copy for a copied model: its own posteriors, nothing of the running state."""
+        caches.forget_weights(self.caching)  # an RNN that was moved holds samples, which cannot be copied
         copied = object.__new__(Scope)
         memo[id(self)] = copied
         copied.method = self.method
@@ -169,7 +160,7 @@ class Scope:
         copied.sites = copy.deepcopy(self.sites, memo)
         copied.caching = copy.deepcopy(self.caching, memo)
         copied.modes, copied.handles = [], {}
-        copied.forwards, copied.warned = self.forwards, self.warned
+        copied.steps, copied.last_state, copied.warned = self.steps, self.last_state, self.warned
         copied._forget()
         return copied
 
@@ -196,13 +187,13 @@ class Scope:
     def _begin(self, module: nn.Module, caller: FrameType | None) -> Frame:
         """Choose the mode of an outermost forward and draw its noise."""
         node = torch._C._current_autograd_node()
-        start = torch._C._autograd._get_sequence_nr()
+        start = node_count()
         sampled = self._sampled_under(module)
         mode = self.modes[-1] if self.modes else BY_TRAINING_FLAG
         if node is not None:
             mode = self._recall(module, node._sequence_nr(), mode, fresh=bool(sampled))
         elif mode is BY_TRAINING_FLAG and sampled:
-            mode = Mode(draw=Draw(self._remember_seed(self._fresh_seed())))
+            mode = Mode(draw=Draw(self._past.remember_seed(self._fresh_seed())))
         if mode.draw is not None:
             mode.draw.prepare(self._random_under(module) if mode.draw.pinned else sampled)
         return Frame(mode, caller, start, recomputes=node is not None)
@@ -210,21 +201,19 @@ class Scope:
     def _end(self, module: nn.Module, frame: Frame) -> None:
         """Remember a finished outermost forward for recomputations, and warn where the penalty is forgotten."""
         caches.forget_weights(self.caching)
-        if torch.is_grad_enabled():
-            end = torch._C._autograd._get_sequence_nr()
-            draw = frame.mode.draw
-            self._records.append(
-                Record(
-                    frame.start,
-                    end,
-                    weakref.ref(module),
-                    draw.seed if draw else None,
-                    draw is not None and draw.pinned,
-                    frame.mode.mean,
-                )
+        draw = frame.mode.draw
+        self._past.remember(
+            Record(
+                start=frame.start,
+                end=node_count(),
+                module=weakref.ref(module),
+                seed=draw.seed if draw else None,
+                pinned=draw is not None and draw.pinned,
+                mean=frame.mode.mean,
             )
-            if module.training and not frame.recomputes:
-                self._count_forward()
+        )
+        if not self.warned and torch.is_grad_enabled() and module.training and not frame.recomputes:
+            self._count_step()
 
     def _sampled_under(self, module: nn.Module) -> list[Posterior]:
         """Return the posteriors inside a module that train() samples now."""
@@ -249,27 +238,25 @@ class Scope:
             seed = noises.mix(seed, torch.distributed.get_rank())
         return seed
 
-    def _remember_seed(self, seed: int) -> int:
-        self._seeds[seed] = None
-        if len(self._seeds) > REMEMBERED_FORWARDS:
-            self._seeds.popitem(last=False)
-        return seed
-
     def _recall(self, module: nn.Module, node: int, mode: Mode, *, fresh: bool) -> Mode:
-        """Find the forward that a recomputation inside a backward pass repeats.
+        """Find the mode of the forward that a recomputation inside a backward pass repeats.
 
-        Either the checkpoint lies inside a forward: the autograd node that runs now was made between that forward's
-        first and last. Or a whole forward lies inside the checkpoint: then checkpointing has put the global generator
-        back, and the seed that it gives is one that was given before.
+        Where the checkpoint lies inside a forward, the node that runs now is one of that forward's. Where a whole
+        forward lies inside the checkpoint, checkpointing has put the global generator back, and the seed that it gives
+        is one that was given before.
         """
-        found = [r for r in self._records if r.covers(node, module)]
-        if len({(r.seed, r.mean) for r in found}) == 1:
-            return found[0].mode()
-        if mode is not BY_TRAINING_FLAG or not fresh:
+        if mode.in_backward:
             return mode
+        record = self._past.find(node, module)
+        if record is None and (mode is not BY_TRAINING_FLAG or not fresh):
+            return mode
+        if record is not None and not record.is_drawn_again(module):
+            if record.seed is not None:
+                return Mode(draw=Draw(record.seed, pinned=record.pinned))
+            return MEAN if record.mean else BY_TRAINING_FLAG
         state = torch.get_rng_state()
         seed = self._fresh_seed()
-        if seed in self._seeds:
+        if seed in self._past.seeds:
             return Mode(draw=Draw(seed))
         torch.set_rng_state(state)
         raise RuntimeError(
@@ -317,19 +304,22 @@ class Scope:
 
     def take_handle(self, posterior: Posterior) -> Tensor | None:
         """Return the energy handle of the last training forward, once, if the posterior is as it was then."""
-        self.forwards, self.warned = 0, True
+        self.warned = True  # no need to: the penalty is known
         handle = self.handles.pop(posterior, None)
         if handle is None or handle.grad_fn is None:
             return None
         node: Any = handle.grad_fn
         return handle if [t._version for t in node.tensors] == node.versions else None
 
-    def _count_forward(self) -> None:
-        self.forwards += 1
-        if self.forwards >= PATIENCE and not self.warned:
+    def _count_step(self) -> None:
+        """Count the training forwards that find other parameters than the last one did: optimizer steps."""
+        state = sum(p.original._version for p in self.posteriors)
+        self.steps += state != self.last_state
+        self.last_state = state
+        if self.steps > PATIENCE:
             self.warned = True
             warnings.warn(
-                f"{PATIENCE} training forwards without the prior: add bayesify.penalty(model, num_data) to the loss "
+                f"{PATIENCE} training steps without the prior: add bayesify.penalty(model, num_data) to the loss "
                 "(with Hugging Face's Trainer use bayesify.integrations.huggingface.BayesTrainer, which does)",
                 stacklevel=4,
             )
@@ -367,6 +357,7 @@ class Leave:
 @contextmanager
 def override(scopes: Iterable[Scope], mode: Mode) -> Iterator[None]:
     """Push a mode on several scopes, and pop it whatever happens."""
+    mode = mode._replace(in_backward=torch._C._current_autograd_node() is not None)
     pushed: list[Scope] = []
     try:
         for scope in scopes:

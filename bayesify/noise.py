@@ -48,7 +48,7 @@ def mix(seed: int, *words: int) -> int:
 
 def global_seed() -> int:
     """Take one number from torch's global generator."""
-    return int(torch.randint(_MASK64 >> 1, (), dtype=torch.int64))
+    return int(torch.randint(_MASK64 >> 1, (), dtype=torch.int64, device="cpu"))
 
 
 def chunk_seed(seed: int, key: int, chunk: int) -> int:
@@ -109,11 +109,12 @@ def normal_(out: Tensor, generator: torch.Generator) -> None:
 def keep_mask_(out: Tensor, generator: torch.Generator, p_drop: float) -> None:
     """Fill a bool tensor with z ~ Bernoulli(1 - p_drop), by comparing raw random integers.
 
-    Sixteen bits an element where p_drop is a multiple of 2**-16 within one part in a thousand, else 32.
+    Sixteen bits an element where p_drop and 1 - p_drop are multiples of 2**-16 within one part in a thousand, else 32.
     """
-    fine = abs(round(p_drop * 2**16) - p_drop * 2**16) > 1e-3 * p_drop * 2**16
-    bits, dtype = (32, torch.int32) if fine else (16, torch.int16)
-    dropped = round(p_drop * 2**bits)
+    coarse = p_drop * 2**16
+    enough = abs(round(coarse) - coarse) <= 1e-3 * min(coarse, 2**16 - coarse)
+    bits, dtype = (16, torch.int16) if enough else (32, torch.int32)
+    dropped = min(round(p_drop * 2**bits), 2**bits - 1)
     words = torch.empty(-(-out.numel() * bits // 64), dtype=torch.int64, device=out.device)
     words.random_(-(2**63), None, generator=generator)
     torch.ge(words.view(dtype)[: out.numel()], dropped - 2 ** (bits - 1), out=out)

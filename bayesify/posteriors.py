@@ -5,6 +5,7 @@ model was built with stays where it was, as the mean; what else the posterior ke
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -103,6 +104,13 @@ class Posterior(nn.Module):
     def prior_mean(self) -> Tensor:
         """The prior mean theta0, in the parameter's shape."""
         return self.prior_center.expand(self.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Posterior":
+        """Move or cast: the prior mean follows the parameter, the posterior's own state never goes below float32."""
+        center = fn(self.prior_center)
+        super()._apply(lambda tensor: _in_state_dtype(tensor, fn(tensor)), recurse)  # type: ignore[no-untyped-call]
+        self.prior_center = center
+        return self
 
     def learnable(self) -> tuple[nn.Parameter, ...]:
         """Return the trainable parameters of this module, beside the mean."""
@@ -203,7 +211,8 @@ def make_noise(posteriors: "list[Posterior]", seed: int) -> dict[Posterior, Tens
     Returns:
         The noise by posterior. A fixed row (an embedding's padding) holds `neutral_noise`.
     """
-    with torch.no_grad():
+    # The threads that fill it are in no inference mode, even if this one is.
+    with torch.inference_mode(False), torch.no_grad():
         out = {p: p.empty_noise() for p in posteriors}
         noises.fill(noises.Job(tensor, p.fill_noise, seed, p.key) for p, tensor in out.items())
         for p, tensor in out.items():
@@ -260,6 +269,11 @@ class Sampled(torch.autograd.Function):
 def state_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of a posterior's own state: the parameter's, but never below float32."""
     return torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
+
+
+def _in_state_dtype(before: Tensor, after: Tensor) -> Tensor:
+    """Undo the rounding of a cast to low precision."""
+    return before.to(after.device, torch.float32) if after.dtype in LOW_PRECISION else after
 
 
 def deviation(mean: Tensor, posterior: Posterior) -> Tensor:

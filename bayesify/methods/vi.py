@@ -1,6 +1,7 @@
 """Mean-field variational inference: a Gaussian per element, trained by the reparameterization trick."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -45,7 +46,7 @@ LINKS = {
         lambda rho: rho.clamp(min=CLAMP_MIN),
         lambda rho, s: (rho >= CLAMP_MIN).to(rho.dtype),
         lambda rho, s: s.log(),
-        lambda s: s,
+        lambda s: max(s, CLAMP_MIN),
     ),
 }
 
@@ -82,11 +83,24 @@ class VI(Method):
         """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
         init_sig = min(1e-3, prior.sig / 10) if self.init_sig is None else self.init_sig
         flat = prior.is_bias and self.bias == "uninformative"
+        _warn_if_drowned(param, init_sig)
         return VIPosterior(param, prior, flat=flat, fixed_row=fixed_row, link=self.link, init_sig=init_sig)
 
     def scale(self, num_data: float) -> float:
         """Return kld/N."""
         return self.kld / num_data
+
+
+def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
+    """Warn where most elements are so large that adding s * eps rounds back to them."""
+    step = torch.finfo(param.dtype).eps  # the spacing of the numbers between 1 and 2
+    drowned = torch.count_nonzero(param.detach().abs() > 4 * init_sig / step)
+    if drowned > param.numel() / 2:
+        warnings.warn(
+            f"s = {init_sig:g} is under a quarter of the rounding step of {param.dtype} weights, so most samples equal "
+            "the mean; keep the weights in float32 (torch.autocast may compute in less), or raise init_sig",
+            stacklevel=4,
+        )
 
 
 class VIPosterior(Posterior):
