@@ -1,0 +1,16 @@
+"""Shared fixtures: determinism, and the case table of models."""
+
+import pytest
+import torch
+from cases import CASES, Case
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    """Start every test from the same global random state."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
