@@ -56,7 +56,7 @@ class Draw:
         elif value is None:
             noise = make_noise([posterior], self.seed)[posterior] if noise is None else noise
             with torch.no_grad():
-                theta, handle = posterior.theta(original, noise), None
+                theta, handle = posterior.draw(original, noise), None
         else:
             theta, handle = value, None
         if self.pinned and value is None:

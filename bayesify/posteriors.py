@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bayesify import noise as noises
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+Factor = float | Tensor
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,10 @@ class Posterior(nn.Module):
         """Return a sample, as a differentiable function of the mean and of `learnable()`."""
         raise NotImplementedError
 
+    def draw(self, mean: Tensor, noise: Tensor) -> Tensor:
+        """Compute `theta` where no gradient is wanted; may be given in a faster way."""
+        return self.theta(mean, noise)
+
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return `scale` times the penalty's sum, a differentiable 0-dim float64 tensor."""
         raise NotImplementedError
@@ -241,7 +246,7 @@ class Sampled(torch.autograd.Function):
         if value is None:
             if noise is None:
                 noise = make_noise([posterior], seed)[posterior]
-            value = posterior.theta(tensors[0], noise)
+            value = posterior.draw(tensors[0], noise)
         else:
             value = value.detach()
         ctx.noise = noise
@@ -277,25 +282,27 @@ def _in_state_dtype(before: Tensor, after: Tensor) -> Tensor:
 
 
 def deviation(mean: Tensor, posterior: Posterior) -> Tensor:
-    """Return m - theta0 in the state's dtype."""
+    """Return m - theta0 in the state's dtype: a new tensor, or `mean` itself where theta0 is zero."""
     mean = mean.to(state_dtype(mean))
     return mean if posterior.zero_prior else mean - posterior.prior_center
 
 
-def times(tensor: Tensor, factor: "float | Tensor") -> Tensor:
-    """Return tensor * factor, finite wherever the exact product is, also for factors beyond float32."""
-    if isinstance(factor, Tensor) or 1e-30 < abs(factor) < 1e30:
-        return tensor * factor
-    return (tensor.double() * factor).to(tensor.dtype)
+def axpy_(out: Tensor, tensor: Tensor, factor: Factor) -> Tensor:
+    """Add factor * tensor in place, finite wherever the exact product is, also for factors beyond float32."""
+    if isinstance(factor, Tensor):
+        return out.add_(tensor * factor)
+    if 1e-30 < abs(factor) < 1e30 or tensor.dtype == torch.float64:
+        return out.add_(tensor, alpha=factor)
+    return out.add_(tensor.double() * factor)
 
 
 def sum_of_squares(tensor: Tensor, factor: float) -> Tensor:
     """Return sum (factor * x)^2 as a differentiable float64 0-dim tensor, without overflow on the way."""
     if tensor.dtype == torch.float64 or not 1e-15 < factor < 1e15:
-        return ((tensor.double() * factor) ** 2).sum()
-    return (torch.linalg.vector_norm(tensor) * factor).double() ** 2 if not tensor.requires_grad else (
-        (tensor * factor) ** 2
-    ).sum(dtype=torch.float64)
+        return (tensor.double() * factor).square().sum()
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return (tensor * factor).square().sum(dtype=torch.float64)
+    return (torch.linalg.vector_norm(tensor) * factor).double().square()
 
 
 def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale: float) -> Tensor:
@@ -311,14 +318,17 @@ def quadratic_pull(
     """Return grad + coef * precision (m - theta0): the gradient of `quadratic_energy`, folded into another."""
     if coef is None or posterior.flat:
         return grad
-    away = deviation(mean, posterior)
     factor = host(coef) * precision
-    if grad is not None and isinstance(factor, float) and 1e-30 < abs(factor) < 1e30:
+    away = deviation(mean, posterior)
+    if grad is None or isinstance(factor, Tensor) or not 1e-30 < abs(factor) < 1e30:
+        start = torch.zeros_like(away) if grad is None else grad.to(away.dtype, copy=True)
+        return axpy_(start, away, factor).to(mean.dtype)
+    if away is mean or away.dtype != grad.dtype:
         return torch.add(grad, away, alpha=factor).to(mean.dtype)
-    pull = times(away, factor)
-    return (pull if grad is None else pull.add_(grad)).to(mean.dtype)
+    torch.add(grad, away, alpha=factor, out=away)
+    return away
 
 
-def host(coef: Tensor) -> "float | Tensor":
+def host(coef: Tensor) -> Factor:
     """Return a CPU scalar as a float; leave one on an accelerator there, so that nothing waits for it."""
     return float(coef) if coef.device.type == "cpu" else coef

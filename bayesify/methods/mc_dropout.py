@@ -102,7 +102,7 @@ class DropoutPosterior(Posterior):
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return z m + (1-z) theta0."""
-        return mean * noise if self.zero_prior else torch.where(noise, mean, self.prior_center)
+        return torch.where(noise, mean, self.prior_center)
 
     @property
     def precision(self) -> float:
@@ -119,5 +119,5 @@ class DropoutPosterior(Posterior):
         """Return grad * z + coef (1-p)/sigma^2 (m - theta0)."""
         if grad is not None:
             assert noise is not None
-            grad = grad * noise
+            grad = torch.where(noise, grad, 0)
         return (quadratic_pull(mean, self, self.precision, grad, coef),)

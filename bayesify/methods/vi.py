@@ -6,47 +6,91 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify.methods.base import Method
 from bayesify.posteriors import (
+    LOW_PRECISION,
+    Factor,
     Posterior,
     Prior,
+    axpy_,
     host,
     quadratic_energy,
     quadratic_pull,
     state_dtype,
-    sum_of_squares,
-    times,
 )
 
 CLAMP_MIN = 1e-8
 
 
 class Link(NamedTuple):
-    """A positive link s = g(rho), with its slope and its inverse."""
+    """A positive link s = g(rho).
+
+    Attributes:
+        std: g, as a new tensor.
+        inverse: The rho of an s.
+        log_std: log s of (rho, s).
+        slope_: Of (rho, s): the slope g'(rho), written over s.
+        prior_slope_: Of (out, rho, s, a, c): out <- (out + a s - c/s) g'(rho) in place; s is scratch.
+    """
 
     std: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]  # of (rho, s); may return a new tensor only
-    log_std: Callable[[Tensor, Tensor], Tensor]
     inverse: Callable[[float], float]
+    log_std: Callable[[Tensor, Tensor], Tensor]
+    slope_: Callable[[Tensor, Tensor], Tensor]
+    prior_slope_: Callable[[Tensor, Tensor, Tensor, Factor, Factor], Tensor]
+
+
+def softplus(rho: Tensor) -> Tensor:
+    """Return log(1 + exp(rho)); without gradients by numpy, whose log1p is many times faster than torch's."""
+    plain = rho.device.type == "cpu" and not (torch.is_grad_enabled() and rho.requires_grad)
+    if not plain or rho.dtype in LOW_PRECISION or rho.numel() == 0 or float(rho.detach().max()) > 20:
+        return F.softplus(rho)
+    s = np.exp(rho.detach().numpy())
+    return torch.from_numpy(np.log1p(s, out=s)).view(rho.shape)
+
+
+def _softplus_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
+    axpy_(out, s, a)
+    axpy_(out, s.reciprocal_(), -c)
+    return out.mul_(torch.sigmoid(rho, out=s))
+
+
+def _exp_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
+    return axpy_(out, s, a).mul_(s).sub_(c)
+
+
+def _clamp_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
+    axpy_(out, s, a)
+    axpy_(out, s.reciprocal_(), -c)
+    return out.masked_fill_(rho < CLAMP_MIN, 0)
 
 
 LINKS = {
     "softplus": Link(
-        F.softplus,
-        lambda rho, s: torch.sigmoid(rho),
-        lambda rho, s: s.log(),
-        lambda s: s + math.log(-math.expm1(-s)),
+        std=softplus,
+        inverse=lambda s: s + math.log(-math.expm1(-s)),
+        log_std=lambda rho, s: s.log(),
+        slope_=lambda rho, s: torch.sigmoid(rho, out=s),
+        prior_slope_=_softplus_prior_slope_,
     ),
-    "exp": Link(torch.exp, lambda rho, s: s, lambda rho, s: rho, math.log),
+    "exp": Link(
+        std=torch.exp,
+        inverse=math.log,
+        log_std=lambda rho, s: rho,
+        slope_=lambda rho, s: s,
+        prior_slope_=_exp_prior_slope_,
+    ),
     "clamp": Link(
-        lambda rho: rho.clamp(min=CLAMP_MIN),
-        lambda rho, s: (rho >= CLAMP_MIN).to(rho.dtype),
-        lambda rho, s: s.log(),
-        lambda s: max(s, CLAMP_MIN),
+        std=lambda rho: rho.clamp(min=CLAMP_MIN),
+        inverse=lambda s: max(s, CLAMP_MIN),
+        log_std=lambda rho, s: s.log(),
+        slope_=lambda rho, s: torch.ge(rho, CLAMP_MIN, out=s),
+        prior_slope_=_clamp_prior_slope_,
     ),
 }
 
@@ -113,6 +157,7 @@ class VIPosterior(Posterior):
         self.link = link
         rho = LINKS[link].inverse(init_sig)
         self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
+        self._sums: Sums | None = None
 
     @property
     def std(self) -> Tensor:
@@ -131,6 +176,15 @@ class VIPosterior(Posterior):
         """Return m + eps * g(rho)."""
         return torch.addcmul(mean.to(noise.dtype), noise, LINKS[self.link].std(self.rho)).to(mean.dtype)
 
+    def draw(self, mean: Tensor, noise: Tensor) -> Tensor:
+        """Compute `theta` in the memory of s, whose sums are kept for the penalty of this training step."""
+        s = LINKS[self.link].std(self.rho.detach())
+        if self.training and not self.flat:
+            self._sums = self._sums_of(self.rho.detach(), s)
+        if mean.dtype != s.dtype:
+            return torch.addcmul(mean.to(s.dtype), noise, s).to(mean.dtype)
+        return torch.addcmul(mean, noise, s, out=s)
+
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)).
 
@@ -138,21 +192,29 @@ class VIPosterior(Posterior):
         """
         if self.flat:
             return mean.new_zeros((), dtype=torch.float64)
-        total = quadratic_energy(mean, self, self.precision, scale) + self._spread_energy(self.rho, scale)
-        return total if self.fixed_row is None else total - self._spread_energy(self.rho[self.fixed_row], scale)
+        sums = self._sums
+        if sums is None or torch.is_grad_enabled() or sums.version != self.rho._version:
+            sums = self._sums_of(self.rho, LINKS[self.link].std(self.rho))
+        spread = sums.numel * (math.log(self.prior_sig) - 0.5) - sums.logs
+        square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * sums.squares
+        return quadratic_energy(mean, self, self.precision, scale) + square + scale * spread
+
+    def _sums_of(self, rho: Tensor, s: Tensor) -> "Sums":
+        """Return the sums over the elements that are random: of log s and of s^2."""
+        logs = LINKS[self.link].log_std(rho, s)
+        squares = s.square() if s.requires_grad or s.dtype == torch.float64 else None
+        squares = torch.linalg.vector_norm(s).double().square() if squares is None else squares.sum(dtype=torch.float64)
+        count, total = rho.numel(), logs.sum().double()
+        if self.fixed_row is not None:
+            row = s[self.fixed_row]
+            count, total = count - row.numel(), total - logs[self.fixed_row].sum()
+            squares = squares - row.square().sum()
+        return Sums(rho._version, count, total, squares)
 
     @property
     def precision(self) -> float:
         """1/sigma^2."""
         return 1 / self.prior_sig / self.prior_sig
-
-    def _spread_energy(self, rho: Tensor, scale: float) -> Tensor:
-        """Return scale * sum (log sigma - log s - 1/2 + s^2/(2 sigma^2))."""
-        link = LINKS[self.link]
-        s = link.std(rho)
-        square = sum_of_squares(s, math.sqrt(scale / 2) / self.prior_sig)
-        logs = link.log_std(rho, s).sum(dtype=torch.float64)
-        return square + scale * ((math.log(self.prior_sig) - 0.5) * rho.numel() - logs)
 
     def pullback(
         self, mean: Tensor, noise: Tensor | None, grad: Tensor | None, coef: Tensor | None
@@ -162,15 +224,21 @@ class VIPosterior(Posterior):
         m: grad + coef (m - theta0)/sigma^2; rho: (grad * eps + coef (s/sigma^2 - 1/s)) * ds/drho.
         """
         grad_mean = quadratic_pull(mean, self, self.precision, grad, coef)
-        link = LINKS[self.link]
-        s = link.std(self.rho.detach())
-        out = None if grad is None or noise is None else noise.mul_(grad)
-        if coef is not None and not self.flat:
-            factor = host(coef)
-            prior = times(s, factor * self.precision).sub_(s.reciprocal().mul_(factor))
-            if self.fixed_row is not None:
-                prior[self.fixed_row] = 0
-            out = prior if out is None else out.add_(prior)
-        if out is not None:
-            out = out.mul_(link.slope(self.rho.detach(), s))
+        rho, link = self.rho.detach(), LINKS[self.link]
+        out = torch.zeros_like(rho) if grad is None or noise is None else noise.mul_(grad)
+        if coef is None or self.flat:
+            return grad_mean, out.mul_(link.slope_(rho, link.std(rho)))
+        c = host(coef)
+        link.prior_slope_(out, rho, link.std(rho), c * self.precision, c)
+        if self.fixed_row is not None:
+            out[self.fixed_row] = 0
         return grad_mean, out
+
+
+class Sums(NamedTuple):
+    """Sums over a posterior's s, with the version of rho that they belong to."""
+
+    version: int
+    numel: int
+    logs: Tensor
+    squares: Tensor
