@@ -30,6 +30,7 @@ FORMAT = "bayesify"
 VERSION = 1
 MEAN, REST = "mean", "rest"
 CENTER = "prior_center"
+PARTIAL = "partial"  # metadata of a file without the tensors that are not trained
 
 
 class CheckpointError(ValueError):
@@ -62,6 +63,25 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
     ]
     for temporary, name in written:
         os.replace(temporary, folder / name)
+
+
+def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: bool = True) -> None:  # noqa: A002
+    """Save what `load` needs, without the copy of the mean.
+
+    Args:
+        model: A bayesified model, or a module that contains exactly one.
+        dir: The folder; gets `posterior.safetensors`.
+        frozen: Whether to keep parameters that are neither Bayesian nor trained, and buffers. Without them `load`
+            takes those of the model that it is given, such as the base model under an adapter.
+    """
+    root, scope = root_of(model)
+    folder = Path(dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = posterior_tensors(root, scope)
+    if not frozen:
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{REST}:") or t.requires_grad}
+    about = {**metadata(scope), **({} if frozen else {PARTIAL: "true"})}
+    os.replace(_write(folder, POSTERIOR_FILE, tensors, about), folder / POSTERIOR_FILE)
 
 
 def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
@@ -113,6 +133,7 @@ class File(NamedTuple):
     method: Method
     priors: dict[str, dict[str, Any]]
     tensors: dict[tuple[str, str], Tensor]
+    partial: bool
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one posterior beside its mean, by attribute."""
@@ -223,7 +244,8 @@ def read(path: Path) -> File:
                 f"{path} holds a posterior of method {about['method']!r}, known are {sorted(REGISTRY)}; "
                 "import the module that defines the method first"
             )
-        return File(resolve(about["method"], None, json.loads(about["options"])), json.loads(about["priors"]), tensors)
+        method = resolve(about["method"], None, json.loads(about["options"]))
+        return File(method, json.loads(about["priors"]), tensors, PARTIAL in about)
     except CheckpointError:
         raise
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
@@ -240,7 +262,10 @@ def _checked_rest(path: Path, file: File, root: nn.Module, params: dict[str, Ten
     bayesian = {id(t) for t in params.values()}
     rest = {name: t for name, t in plain_tensors(root) if id(t) not in bayesian}
     _check_names(path, "Bayesian parameters", set(file.priors), set(params))
-    _check_names(path, "other tensors", {n for kind, n in file.tensors if kind == REST}, set(rest))
+    saved_rest = {n for kind, n in file.tensors if kind == REST}
+    if file.partial:
+        rest = {name: t for name, t in rest.items() if name in saved_rest}
+    _check_names(path, "other tensors", saved_rest, set(rest))
     for kind, group in ((MEAN, params), (REST, rest)):
         for name, tensor in group.items():
             if (saved := file.tensors[kind, name]).shape != tensor.shape:

@@ -1,0 +1,162 @@
+"""Folders in Hugging Face's layout: the posterior mean for everybody, the posterior beside it for bayesify.
+
+The mean is written by the model's own `save_pretrained`, so that sharding, ties and renamed weights are its business.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+from bayesify.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
+from bayesify.core import plain_name
+from bayesify.draws import Scope
+from bayesify.posteriors import Posterior
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+def save_pretrained(model: nn.Module, dir: "str | os.PathLike[str]", **options: Any) -> None:  # noqa: A002
+    """Save a bayesified Transformers or PEFT model into a folder in Hugging Face's layout.
+
+    `AutoModelFor....from_pretrained` (or `PeftModel.from_pretrained`) loads the folder as the posterior mean, without
+    bayesify. Next to an adapter the posterior holds what is trained, not the base model.
+
+    Args:
+        model: The bayesified model, or a module that contains it (such as DDP).
+        dir: The folder, which is made if it does not exist.
+        **options: For the model's own `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        ValueError: The model has no posterior, or only a part of it was bayesified.
+        TypeError: It is not a model of Transformers or PEFT.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from bayesify import bayesify
+        >>> from bayesify.integrations.huggingface import from_pretrained, save_pretrained
+        >>> small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+        >>> model = bayesify(BertForSequenceClassification(BertConfig(**small)), "vi")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_pretrained(model, folder)
+        ...     again = from_pretrained(folder)
+    """
+    root, scope = root_of(model)
+    if not hasattr(root, "save_pretrained"):
+        raise TypeError(
+            f"save_pretrained is for models of Transformers and PEFT, got {type(root).__name__}; use bayesify.save"
+        )
+    if isinstance(model, transformers.PreTrainedModel) and root is not model:
+        raise ValueError(
+            f"only a part of the model ({type(root).__name__}) was bayesified, which a folder cannot say; "
+            "bayesify the whole model with include=..., or use bayesify.save on the part"
+        )
+    with plain_class_name(root):
+        root.save_pretrained(dir, state_dict=plain_state(root, scope), **options)  # type: ignore[operator]
+    save_posterior(root, dir, frozen=not is_adapter(root))
+
+
+def from_pretrained(
+    dir: "str | os.PathLike[str]",  # noqa: A002
+    model_class: Any = None,
+    *,
+    base: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """Load a folder (or hub id) of `save_pretrained` as the bayesified model that it was.
+
+    Args:
+        dir: The folder, or the id of a repository on the hub.
+        model_class: Such as `AutoModelForSequenceClassification`; by default the class that the folder names.
+        base: For adapters, the base model; by default the one that the adapter names.
+        **options: For the class's `from_pretrained`, such as `dtype` or `revision`.
+
+    Returns:
+        The model, in eval mode, as `from_pretrained` always gives it.
+
+    Raises:
+        ValueError: The folder has no posterior, no configuration, or does not fit the model.
+    """
+    posterior = cached_file(dir, POSTERIOR_FILE, _raise_exceptions_for_missing_entries=False)
+    if posterior is None:
+        raise ValueError(
+            f"{os.fspath(dir)} has no {POSTERIOR_FILE}; give a folder of save_pretrained, or load the plain model "
+            "with its own from_pretrained and call bayesify on it"
+        )
+    adapter = cached_file(dir, ADAPTER_CONFIG, _raise_exceptions_for_missing_entries=False)
+    if adapter is not None:
+        model = _adapted(dir, base, options)
+    else:
+        model = (model_class or _named_class(dir)).from_pretrained(dir, **options)
+    return load(model, Path(posterior).parent)
+
+
+def _adapted(dir: "str | os.PathLike[str]", base: nn.Module | None, options: dict[str, Any]) -> Any:  # noqa: A002
+    """Load an adapter on its base model."""
+    import peft
+
+    if base is None:
+        return peft.AutoPeftModel.from_pretrained(dir, is_trainable=True, **options)
+    return peft.PeftModel.from_pretrained(base, dir, is_trainable=True, **options)
+
+
+def _named_class(dir: "str | os.PathLike[str]") -> Any:  # noqa: A002
+    """Return the class that a folder's configuration names."""
+    config = cached_file(dir, CONFIG)
+    names = json.loads(Path(config).read_text(encoding="utf-8")).get("architectures") or [None]
+    found = getattr(transformers, names[0] or "", None)
+    if found is None:
+        raise ValueError(
+            f"{config} names the class {names[0]!r}, which transformers does not have; pass model_class=, "
+            "such as AutoModelForSequenceClassification"
+        )
+    return found
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Tell whether a model is a PEFT model, whose base is kept elsewhere."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def plain_state(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
+    """Return the state dict that the plain model would have at the posterior mean, ties under all their names."""
+    by_id = {id(p.original): p for p in scope.posteriors}
+    means: dict[Posterior, Tensor] = {}
+    out: dict[str, Tensor] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, Posterior):
+            continue
+        lasting = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *lasting.items()):
+            posterior = by_id.get(id(tensor))
+            if posterior is not None:
+                if posterior not in means:
+                    means[posterior] = posterior.mean.detach()
+                # `path` is that of the list that holds the posterior as its first entry.
+                out[plain_name(f"{path}.0")] = means[posterior]
+            elif tensor is not None:
+                out[f"{path}.{name}" if path else name] = tensor.detach()
+    return out
+
+
+@contextmanager
+def plain_class_name(model: nn.Module) -> Iterator[None]:
+    """Let a model whose class was changed by its parametrizations have the name of its own class meanwhile."""
+    changed = type(model)
+    if not torch.nn.utils.parametrize.is_parametrized(model):
+        yield
+        return
+    name = changed.__name__
+    changed.__name__ = changed.__bases__[0].__name__
+    try:
+        yield
+    finally:
+        changed.__name__ = name
