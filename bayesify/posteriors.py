@@ -302,7 +302,8 @@ def sum_of_squares(tensor: Tensor, factor: float) -> Tensor:
         return (tensor.double() * factor).square().sum()
     if torch.is_grad_enabled() and tensor.requires_grad:
         return (tensor * factor).square().sum(dtype=torch.float64)
-    return (torch.linalg.vector_norm(tensor) * factor).double().square()
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return (norm * factor).double().square()
 
 
 def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale: float) -> Tensor:
