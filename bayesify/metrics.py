@@ -9,7 +9,7 @@ input that is empty, NaN, infinite, misshapen, out of range, or logits in place 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -179,7 +179,13 @@ def reliability(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top")
     else:
         raise ValueError(f"kind must be one of {_KINDS}, got {kind!r}; most papers report 'top'")
     edges = torch.arange(bins + 1, dtype=torch.float64) / bins
-    bin_of = torch.bucketize(confidence, to_double(like(edges, probs), "edges"), right=True).sub(1).clamp(max=bins - 1)
+    return replace(binned(confidence, true, to_double(like(edges, probs), "edges")), edges=edges)
+
+
+def binned(confidence: Tensor, true: Tensor, edges: Tensor) -> Reliability:
+    """Do the sorting of `reliability` for confidences that are known already, and whether each came true."""
+    bins = len(edges) - 1
+    bin_of = torch.bucketize(confidence, edges, right=True).sub(1).clamp(max=bins - 1)
     counts = torch.bincount(bin_of, minlength=bins)
     accuracy = torch.bincount(bin_of, true.double(), minlength=bins) / counts.clamp(min=1)
     mean_confidence = torch.bincount(bin_of, confidence, minlength=bins) / counts.clamp(min=1)
