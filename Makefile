@@ -36,13 +36,13 @@ format: $(STAMP) ## Format the code
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## Measure the cost of each method against plain training (minutes)
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m pytest tests/benchmarks
 
 bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
-	$(BIN)/python -m tests.benchmarks --full
+	$(BIN)/python -m pytest tests/benchmarks --full
 
 bench-peers: ## Set other libraries beside it, in an environment of their own
-	$(PYTHON) -m tests.benchmarks.peers
+	$(PYTHON) tests/benchmarks/peers.py
 
 reproduce: $(STAMP) ## Reproduce the paper's MNIST tables (hours, resumable)
 	$(BIN)/python examples/reproduce.py

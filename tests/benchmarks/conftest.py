@@ -1,0 +1,121 @@
+"""Collect the ratios of a run and write them as JSON, as a page and into the README."""
+
+import json
+import os
+import platform
+import re
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.benchmarks.workloads import LONG, SHORT
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "benchmarks.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="also measure ViT-L/32 and ResNet-101")
+
+
+def pytest_generate_tests(metafunc):
+    if "work" in metafunc.fixturenames:
+        works = SHORT + (LONG if metafunc.config.getoption("--full") else ())
+        metafunc.parametrize("work", works, ids=lambda w: w.name, scope="session")
+
+
+class Table:
+    """Rows of (group, workload, what) with numbers; a new run replaces what it measured again."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def add(self, group, work, what, **numbers):
+        self.rows[f"{group} | {work} | {what}"] = {k: round(v, 3) for k, v in numbers.items()}
+
+
+@pytest.fixture(scope="session")
+def table():
+    found = Table()
+    yield found
+    if found.rows:
+        write(found.rows)
+
+
+def write(rows):
+    """Merge rows into the results, and render the page and the README's table."""
+    old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    results = {
+        "date": date.today().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        "rows": {**old["rows"], **rows},
+    }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(page(results))
+    readme = ROOT / "README.md"
+    marks = r"(<!-- benchmark -->\n).*?(<!-- /benchmark -->)"
+    readme.write_text(re.sub(marks, lambda m: m[1] + training(results) + m[2], readme.read_text(), flags=re.DOTALL))
+
+
+def _processor():
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor()
+
+
+def split(results, group):
+    """Return the rows of one group as {work: {what: numbers}}."""
+    out = {}
+    for key, numbers in results["rows"].items():
+        row_group, work, what = key.split(" | ")
+        if row_group == group:
+            out.setdefault(work, {})[what] = numbers
+    return out
+
+
+def training(results):
+    """Return the README's part: the training step of each method over plain SGD."""
+    steps, memory = split(results, "training step"), split(results, "peak memory")
+    works = list(steps)
+    methods = list(dict.fromkeys(m for row in steps.values() for m in row))
+    lines = [
+        "One training step over a step of plain SGD with momentum, same model and batch, measured side by side "
+        f"(best of several; {results['machine']}; {results['date']}):",
+        "",
+        "| | " + " | ".join(works) + " |",
+        "|---" * (len(works) + 1) + "|",
+    ]
+    for method in methods:
+        cells = [f"{steps[w][method]['wall']:.2f}" if method in steps[w] else "" for w in works]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    if memory:
+        cells = [", ".join(f"{k} {v['gigabytes']:.1f}" for k, v in memory.get(w, {}).items()) for w in works]
+        lines.append("| peak memory, GB | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\n[docs/benchmarks.md](docs/benchmarks.md) has the rest.\n"
+
+
+def page(results):
+    """Return the whole page."""
+    lines = [
+        "# Benchmarks",
+        "",
+        f"{results['machine']}, {results['date']}. Ratios are of the best of several runs that were taken in turn, on the "
+        "clock (wall) and of all cores (cpu). `make bench` measures the small models, `make bench-full` all.",
+        "",
+    ]
+    groups = dict.fromkeys(key.split(" | ")[0] for key in results["rows"])
+    for group in groups:
+        lines += [f"## {group.capitalize()}", ""]
+        rows = split(results, group)
+        columns = list(dict.fromkeys(c for row in rows.values() for numbers in row.values() for c in numbers))
+        lines += ["| model | what | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+        for work, row in rows.items():
+            for what, numbers in row.items():
+                cells = [f"{numbers[c]:g}" if c in numbers else "" for c in columns]
+                lines.append(f"| {work} | {what} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
