@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from bayesify.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
 from bayesify.core import plain_name
@@ -110,8 +110,8 @@ def _adapted(dir: "str | os.PathLike[str]", base: nn.Module | None, options: dic
 
 def _named_class(dir: "str | os.PathLike[str]") -> Any:  # noqa: A002
     """Return the class that a folder's configuration names."""
-    config = cached_file(dir, CONFIG)
-    names = json.loads(Path(config).read_text(encoding="utf-8")).get("architectures") or [None]
+    config = Path(str(cached_file(dir, CONFIG)))
+    names = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [None]
     found = getattr(transformers, names[0] or "", None)
     if found is None:
         raise ValueError(

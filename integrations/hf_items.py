@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import find_batch_size
 
 from bayesify.core import mean
 from bayesify.predictive import IGNORED
@@ -43,7 +42,8 @@ def items(batch: Mapping[str, Any], *, shifts: bool) -> Tensor:
         if shifts and isinstance(labels, Tensor):
             labels = labels[..., 1:]
     if not isinstance(labels, Tensor) or labels.dim() == 0:
-        return torch.ones(find_batch_size(batch) or 1, dtype=torch.long)
+        size = next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim()), 1)
+        return torch.ones(size, dtype=torch.long)
     return labels.ne(IGNORED).reshape(len(labels), -1).sum(1)
 
 

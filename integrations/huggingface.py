@@ -1,5 +1,6 @@
 """bayesify for Hugging Face: train with the Trainer, save and load folders, generate text."""
 
-from bayesify.integrations.hf_hub import from_pretrained, save_pretrained
+from .hf_hub import from_pretrained, save_pretrained
+from .hf_trainer import BayesTrainer, BayesTrainerMixin
 
-__all__ = ["from_pretrained", "save_pretrained"]
+__all__ = ["BayesTrainer", "BayesTrainerMixin", "from_pretrained", "save_pretrained"]

@@ -1,0 +1,153 @@
+"""The loss of an optimizer step: the mean over all its items, plus the penalty, once.
+
+However the step is cut into batches, whatever the loss makes of `num_items_in_batch`: the gradient is that of
+1/n sum_i loss_i + penalty(model, N), where n is the number of items in the step and N that in the training set.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from bayesify.core import penalty
+
+from .hf_items import Counting, count_all, items, random_state_kept, try_out
+
+Host: Any = object  # what the mixins stand before: a Trainer
+TRIALS = 8  # batches to try before giving up on finding out how the loss counts
+
+
+class LossMixin(Host):  # type: ignore[misc]
+    """Scale a Trainer's losses, add the penalty to the last batch of a step, and log both parts."""
+
+    loss_is_scaled_for_ga: bool | None
+
+    def __init__(self, *args: Any, num_data: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_data = num_data
+        self._counting: Counting | None = None
+        self._parts: dict[str, Any] = {"nll": 0.0, "penalty": 0.0}
+        self._steps = 0
+
+    @property
+    def num_data(self) -> float:
+        """N, the number of items in the training set."""
+        if self._num_data is None:
+            self._num_data = float(self._count_data())
+        return self._num_data
+
+    def _count_data(self) -> int:
+        """Count the items of the training set; a pass over its labels where examples have several."""
+        dataset = self.train_dataset
+        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                "the number of training items cannot be counted on a dataset without a length; pass num_data=, "
+                "the number of training examples (label tokens for a language model)"
+            )
+        with random_state_kept():
+            batches = self._plain_loader()
+            first = items(next(iter(batches)), shifts=self.counting.shifts)
+            if bool((first == 1).all()):
+                return len(dataset)
+            return max(count_all(batches, shifts=self.counting.shifts), 1)
+
+    @property
+    def counting(self) -> Counting:
+        """How the loss counts its items; found out on the first batches, without a trace."""
+        if self._counting is None:
+            with random_state_kept():
+                tried = (
+                    try_out(self.model, self._loss_given, self._prepare_inputs(batch))
+                    for batch in islice(self._plain_loader(), TRIALS)
+                )
+                self._counting = next((c for c in tried if c is not None), Counting(divides=True, shifts=False))
+            # The losses come out scaled for the whole step; this keeps the Trainer from dividing them once more.
+            self.loss_is_scaled_for_ga = True
+            if not self._counting.divides:
+                self.model_accepts_loss_kwargs = True
+        return self._counting
+
+    def _loss_given(self, inputs: dict[str, Any], count: Tensor | None) -> Tensor:
+        """Return the Trainer's own loss, told to divide by a count."""
+        with self.compute_loss_context_manager():
+            loss: Tensor = super().compute_loss(self.model, inputs, num_items_in_batch=count)
+        return loss
+
+    def _plain_loader(self) -> Any:
+        """Return the training data in order, every process all of it."""
+        if self.train_dataset is None:
+            return self.get_train_dataloader()
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size, collate_fn=collate)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any) -> tuple[list[Any], Any]:
+        """Take the batches of one optimizer step and count their items."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, *args)
+        if batches and isinstance(batches[0], Mapping):
+            shifts = self.counting.shifts
+            count = torch.stack([items(b, shifts=shifts).sum().to(self.args.device) for b in batches]).sum()
+            if self._averages_over_ranks():
+                count = self.accelerator.gather(count).sum()
+        return batches, count
+
+    def _averages_over_ranks(self) -> bool:
+        return self.args.world_size > 1 and bool(getattr(self.args, "average_tokens_across_devices", False))
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the batch's part of the step's mean loss: sum over its items / number of items in the step."""
+        if not model.training:
+            num_items_in_batch = None
+        if num_items_in_batch is None or self.counting.divides:
+            return super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        share = items(inputs, shifts=self.counting.shifts).sum() / num_items_in_batch
+        if self._averages_over_ranks():
+            share = share * self.accelerator.num_processes
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss * share.to(loss.device)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Backpropagate one batch, the last of an optimizer step together with the penalty."""
+        added: list[Tensor] = []
+        with self._backward_with(lambda loss: self._add_penalty(loss, added)):
+            nll: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self._parts["nll"] += nll
+        for term in added:
+            self._parts["penalty"] += term
+            self._steps += 1
+        return torch.stack([nll, *added]).sum()
+
+    def _add_penalty(self, loss: Tensor, added: list[Tensor]) -> Tensor:
+        """Add the penalty where the gradients of an optimizer step become complete."""
+        if not self.accelerator.sync_gradients:
+            return loss
+        term = penalty(self.model, self.num_data).to(loss.device)
+        added.append(term.detach())
+        return loss + term
+
+    @contextmanager
+    def _backward_with(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Change the loss at the last moment, when every scaling of it has been done."""
+        backward = self.accelerator.backward
+        self.accelerator.backward = lambda loss, **kwargs: backward(change(loss), **kwargs)
+        try:
+            yield
+        finally:
+            del self.accelerator.backward
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the training loss, its two parts: the likelihood's (nll) and the prior's (penalty)."""
+        if "loss" in logs and self._steps:
+            for name, total in self._parts.items():
+                value = torch.as_tensor(total).to(self.args.device, torch.float32)
+                logs[name] = float(self.accelerator.gather(value).mean()) / self._steps
+            self._parts, self._steps = dict.fromkeys(self._parts, 0.0), 0
+        super().log(logs, *args, **kwargs)

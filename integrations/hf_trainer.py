@@ -1,0 +1,293 @@
+"""The Trainer for bayesified models: its optimizer, posterior averages, exact checkpoints, the fit of Laplace."""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+import bayesify
+from bayesify.batches import logits_of
+from bayesify.checkpoint import POSTERIOR_FILE, load, mean_tensors, root_of, save_posterior
+from bayesify.core import scopes_of
+from bayesify.posteriors import Posterior
+
+from .hf_evaluation import Average, Evaluation
+from .hf_hub import is_adapter, plain_class_name, plain_state
+from .hf_items import is_causal, random_state_kept
+from .hf_loss import LossMixin
+
+STATE_FILE = "trainer_state.json"  # which the Trainer writes last into a checkpoint
+
+
+class BayesTrainerMixin(LossMixin):
+    """What a Trainer needs for bayesified models; put it before a Trainer class: `class Mine(BayesTrainerMixin, ...)`.
+
+    Args:
+        *args: The Trainer's.
+        num_data: N of the penalty; by default what the loss averages over: the training examples, or their label
+            tokens for language models.
+        samples: Posterior samples of `evaluate` and `predict`; None is the method's `nst`, 0 the posterior mean.
+        lr_head: Learning rate of the head.
+        lr_sig: Learning rate of the posteriors' own parameters (VI's rho).
+        head: The head, as a module of the model or its exact name.
+        momentum: Of method "sgld".
+        burnin_epochs: Of method "sgld", in place of its option `burnin` (which is in optimizer steps).
+        laplace: Options of `bayesify.fit_laplace`, which runs after training with method "la".
+        **kwargs: The Trainer's.
+
+    Raises:
+        ValueError: The model is not bayesified, or an argument is out of range.
+    """
+
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        num_data: float | None = None,
+        samples: int | None = None,
+        lr_head: float | None = None,
+        lr_sig: float | None = None,
+        head: nn.Module | str | None = None,
+        momentum: float = 0.0,
+        burnin_epochs: float | None = None,
+        laplace: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 0):
+            raise ValueError(f"samples must be an integer >= 0, or None for the method's nst, got {samples!r}")
+        if burnin_epochs is not None and not (math.isfinite(burnin_epochs) and burnin_epochs >= 0):
+            raise ValueError(f"burnin_epochs must be a number >= 0, got {burnin_epochs!r}")
+        super().__init__(*args, num_data=num_data, **kwargs)
+        scopes_of(self.model)
+        self.samples = samples
+        self._rates = {"lr_head": lr_head, "lr_sig": lr_sig, "head": head}
+        self._momentum = momentum
+        self._burnin_epochs = burnin_epochs
+        self._laplace = dict(laplace or {})
+        self._evaluation: Evaluation | None = None
+        self._steps_per_epoch = 0
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Note how many optimizer steps an epoch has."""
+        values = super().set_initial_training_values(*args, **kwargs)
+        self._steps_per_epoch = values[1]
+        return values
+
+    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+        """Create the optimizer of `args.optim` on `param_groups`, or the sampler of method "sgld"."""
+        model = args[0] if args and args[0] is not None else self.model
+        sampled = [scope for scope in scopes_of(model) if scope.method.name == "sgld"]
+        if self.optimizer is not None:
+            if sampled and not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), bayesify.SGLD):
+                raise ValueError(
+                    f"method 'sgld' needs the optimizer bayesify.SGLD, got {type(self.optimizer).__name__}; "
+                    "leave optimizers= to BayesTrainer"
+                )
+        elif sampled:
+            if self._burnin_epochs is not None:
+                for scope in sampled:
+                    steps = round(self._burnin_epochs * self._steps_per_epoch)
+                    scope.method = replace(scope.method, burnin=steps)  # type: ignore[call-arg]
+            groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)  # type: ignore[arg-type]
+            self.optimizer = bayesify.SGLD(model, groups, num_data=self.num_data, momentum=self._momentum)
+        else:
+            with self._groups_for_optimizer(model):
+                super().create_optimizer(*args)
+        return self.optimizer
+
+    @contextmanager
+    def _groups_for_optimizer(self, model: nn.Module) -> Iterator[None]:
+        """Hand our groups to the Trainer's way of building any optimizer."""
+        given = self.optimizer_cls_and_kwargs
+        cls, kwargs = given or self.get_optimizer_cls_and_kwargs(self.args, model)
+        takes_groups = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        if takes_groups and not {"params", "model", "optimizer_dict"} & set(kwargs):
+            kwargs = {**kwargs, "params": self._groups(model)}
+        elif any(rate is not None for rate in self._rates.values()):
+            raise ValueError(f"optimizer {self.args.optim} makes its own groups; leave out lr_head, lr_sig and head")
+        self.optimizer_cls_and_kwargs = cls, kwargs
+        try:
+            yield
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return `param_groups`, the rest (what is not Bayesian) with the Trainer's weight decay."""
+        groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)  # type: ignore[arg-type]
+        decayed = set(self.get_decay_parameter_names(model))
+        names = {id(p): n for n, p in model.named_parameters()}
+        out = [g for g in groups if g["name"] != "rest"]
+        for rest in (g for g in groups if g["name"] == "rest"):
+            for decay in (True, False):
+                params = [p for p in rest["params"] if (names[id(p)] in decayed) == decay]
+                if params:
+                    out.append({**rest, "params": params, "weight_decay": self.args.weight_decay if decay else 0.0})
+        return out
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return what weight decay applies to: nothing of a posterior, whose prior is its decay."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        posteriors = [m for m in model.modules() if isinstance(m, Posterior)]
+        of_posteriors = {id(p) for m in posteriors for p in (m.original, *m.learnable())}
+        plain = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) not in of_posteriors}
+        return [n for n in names if n in plain]
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, then fit the curvature of method "la".
+
+        Args:
+            resume_from_checkpoint: A checkpoint's folder; True takes the last one that was written to its end.
+            *args: The Trainer's.
+            **kwargs: The Trainer's.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if any(scope.method.name == "la" for scope in scopes_of(self.model)):
+            self.fit_laplace()
+        return output
+
+    def fit_laplace(self) -> None:
+        """Fit the Laplace approximation on the training data, whose likelihood is exp(-loss)."""
+        with random_state_kept():
+            bayesify.fit_laplace(self.model, self._plain_loader(), **{"loss": self._example_loss, **self._laplace})
+
+    def _example_loss(self, output: Any, target: Tensor) -> Tensor:
+        """Return each example's loss, summed over its items: cross-entropy, or squared error for real targets."""
+        logits = logits_of(output)
+        if target.is_floating_point():
+            if getattr(getattr(self.model, "config", None), "problem_type", None) == "multi_label_classification":
+                loss = nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
+            else:
+                loss = (logits.reshape(target.shape) - target).square()
+            return loss.reshape(len(target), -1).sum(1)
+        if self.counting.shifts:
+            logits, target = logits[:, :-1], target[:, 1:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="none")
+        return loss.reshape(len(target), -1).sum(1)
+
+    # -- evaluation --------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate the average of the posterior samples; the same draws at every evaluation."""
+        shifts = self._counting.shifts if self._counting is not None else is_causal(self.model)
+        self._evaluation = Evaluation(self.model, self.samples, seed=self.args.seed, shifts=shifts)
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+            )
+            ours = self._evaluation.metrics()
+        finally:
+            self._evaluation = None
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in ours.items()})
+        return output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Predict one batch: the mean loss of the samples, their averaged output (log-probabilities), the labels."""
+        evaluation = self._evaluation
+        if evaluation is None:
+            with bayesify.mean(model):
+                step: tuple[Any, Any, Any] = super().prediction_step(
+                    model, inputs, prediction_loss_only, ignore_keys, **kwargs
+                )
+            return step
+        losses, average, labels = [], None, None
+        for _ in evaluation.each_sample():
+            loss, output, labels = super().prediction_step(model, dict(inputs), False, ignore_keys, **kwargs)
+            losses += [] if loss is None else [loss]
+            average = average or Average(evaluation.kind(output, labels))
+            average.add(output)
+        assert average is not None
+        row = evaluation.score(average, labels)
+        if row is not None:
+            row = self.accelerator.pad_across_processes(row, dim=1, pad_index=torch.nan)
+            evaluation.add(self.accelerator.gather_for_metrics(row))
+        evaluation.add_values(average, labels)
+        loss = torch.stack(losses).mean() if losses else None
+        return (loss, None, None) if prediction_loss_only else (loss, average.result(), labels)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the posterior mean in Hugging Face's layout and the posterior beside it."""
+        root, scope = root_of(self.model)
+        if root is not self.model:
+            raise ValueError(
+                f"only a part of the model ({type(root).__name__}) was bayesified, which a checkpoint cannot say; "
+                "bayesify the whole model with include=..."
+            )
+        known = isinstance(root, PreTrainedModel) or is_adapter(root)
+        with plain_class_name(root):
+            super()._save(output_dir, state_dict=plain_state(root, scope) if known else mean_tensors(root, scope))
+        if self.args.should_save:
+            save_posterior(root, output_dir or self.args.output_dir, frozen=not is_adapter(root))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the posterior of a checkpoint."""
+        load(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the posterior of the best checkpoint."""
+        load(self.model, self.state.best_model_checkpoint)
+
+
+def last_checkpoint(output_dir: "str | os.PathLike[str]") -> str:
+    """Return the last checkpoint that was written to its end; a killed process may leave another behind."""
+    found = [
+        folder
+        for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name)
+        and (folder / STATE_FILE).is_file()
+        and (folder / POSTERIOR_FILE).is_file()
+    ]
+    if not found:
+        raise ValueError(f"there is no complete checkpoint in {os.fspath(output_dir)}; train without resuming first")
+    return str(max(found, key=lambda folder: int(folder.name.rsplit("-", 1)[1])))
+
+
+class BayesTrainer(BayesTrainerMixin, Trainer):
+    """A `transformers.Trainer` for bayesified models; `BayesTrainerMixin` says what it adds.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+        >>> from bayesify import bayesify
+        >>> from bayesify.integrations.huggingface import BayesTrainer
+        >>> small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+        >>> model = bayesify(BertForSequenceClassification(BertConfig(**small)), "vi", prior_sig=0.1)
+        >>> data = [{"input_ids": [1, 2, 3], "labels": i % 2} for i in range(8)]
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     args = TrainingArguments(folder, max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+        ...     trainer = BayesTrainer(model, args, train_dataset=data, eval_dataset=data)
+        ...     steps = trainer.train().global_step  # doctest: +ELLIPSIS
+        {'train_runtime': ...
+        >>> trainer.num_data
+        8.0
+    """
