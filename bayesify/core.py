@@ -70,9 +70,7 @@ def bayesify(
     select(every, include, exclude)
     check_parameters(every)
     found = priors(every, prior_mean, prior_sig)
-    posteriors = [
-        (c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped
-    ]
+    posteriors = [(c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped]
     wrap(model, chosen, posteriors)
     return model
 
@@ -245,8 +243,8 @@ def named_posteriors(model: nn.Module) -> Iterator[tuple[str, Posterior]]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Posterior):
             names.setdefault(module, []).append(plain_name(path))
-    order = {p: i for scope in (scopes_of(model) if names else []) for i, p in enumerate(scope.posteriors)}
-    for posterior in sorted(names, key=lambda p: order.get(p, 0)):
+    scopes = scopes_of(model) if names else []
+    for posterior in (p for scope in scopes for p in scope.posteriors if p in names):
         own = posterior.name
         yield next((n for n in names[posterior] if n.endswith(own) or own.endswith(n)), names[posterior][0]), posterior
 
@@ -272,7 +270,7 @@ def mean(model: nn.Module) -> AbstractContextManager[None]:
         ...     bool((model(x) == model(x)).all())
         True
     """
-    return override(scopes_of(model), Mode(*MEAN))
+    return override(scopes_of(model), MEAN)
 
 
 def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[None]:

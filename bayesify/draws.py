@@ -32,13 +32,20 @@ class Draw:
     Args:
         seed: From which the noise of every parameter follows.
         pinned: Whether the draw outlives a forward, so that its thetas are worth keeping.
+        fresh: Whether the forward that reads it took its seed from the global generator.
     """
 
-    def __init__(self, seed: int, *, pinned: bool = False) -> None:
+    def __init__(self, seed: int, *, pinned: bool = False, fresh: bool = False) -> None:
         self.seed = seed
         self.pinned = pinned
+        self.fresh = fresh
         self.noise: dict[Posterior, Tensor] = {}
         self.values: dict[Posterior, Kept] = {}
+        self.parts: dict[int, Draw] = {}
+
+    def part(self, i: int) -> "Draw":
+        """Return the draw for the i-th of several models: parameters of one name need noise of their own."""
+        return self.parts.setdefault(i, Draw(noises.mix(self.seed, i), pinned=self.pinned)) if i else self
 
     def prepare(self, posteriors: Iterable[Posterior]) -> None:
         """Draw the noise of several posteriors at once, which is faster than one by one."""
@@ -193,7 +200,7 @@ class Scope:
         if node is not None:
             mode = self._recall(module, node._sequence_nr(), mode, fresh=bool(sampled))
         elif mode is BY_TRAINING_FLAG and sampled:
-            mode = Mode(draw=Draw(self._past.remember_seed(self._fresh_seed())))
+            mode = Mode(draw=Draw(self._past.remember_seed(self._fresh_seed()), fresh=True))
         if mode.draw is not None:
             mode.draw.prepare(self._random_under(module) if mode.draw.pinned else sampled)
         return Frame(mode, caller, start, recomputes=node is not None)
@@ -209,6 +216,7 @@ class Scope:
                 module=weakref.ref(module),
                 seed=draw.seed if draw else None,
                 pinned=draw is not None and draw.pinned,
+                fresh=draw is not None and draw.fresh,
                 mean=frame.mode.mean,
             )
         )
@@ -257,7 +265,7 @@ class Scope:
         state = torch.get_rng_state()
         seed = self._fresh_seed()
         if seed in self._past.seeds:
-            return Mode(draw=Draw(seed))
+            return Mode(draw=Draw(seed, fresh=True))
         torch.set_rng_state(state)
         raise RuntimeError(
             f"a {type(module).__name__} is run inside a backward pass, and it cannot be told which forward it repeats. "
@@ -357,13 +365,14 @@ class Leave:
 @contextmanager
 def override(scopes: Iterable[Scope], mode: Mode) -> Iterator[None]:
     """Push a mode on several scopes, and pop it whatever happens."""
-    mode = mode._replace(in_backward=torch._C._current_autograd_node() is not None)
-    pushed: list[Scope] = []
+    in_backward = torch._C._current_autograd_node() is not None
+    pushed: list[tuple[Scope, Mode]] = []
     try:
-        for scope in scopes:
-            scope.push(mode)
-            pushed.append(scope)
+        for i, scope in enumerate(scopes):
+            own = Mode(mode.draw and mode.draw.part(i), mode.mean, in_backward)
+            scope.push(own)
+            pushed.append((scope, own))
         yield
     finally:
-        for scope in pushed:
-            scope.pop(mode)
+        for scope, own in pushed:
+            scope.pop(own)

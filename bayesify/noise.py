@@ -5,20 +5,21 @@ elements are cut into chunks, each with a generator of its own, which a few thre
 """
 
 import hashlib
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from bayesify import threads
 
 CHUNK = 1 << 18
 _MASK32 = (1 << 32) - 1
 _MASK64 = (1 << 64) - 1
 
 Fill = Callable[[Tensor, torch.Generator], None]
+Piece = tuple[Tensor, Fill, int]
 
 
 class Job(NamedTuple):
@@ -70,27 +71,19 @@ def _scramble32(word: int) -> int:
 def fill(jobs: Iterable[Job]) -> None:
     """Fill every job's tensor with its noise."""
     pieces = list(_pieces(jobs))
-    helpers = min(torch.get_num_threads(), len(pieces)) - 1
-    todo = iter(pieces)
-    lock = threading.Lock()
-
-    def work() -> None:
-        generator = torch.Generator()
-        while True:
-            with lock:
-                piece = next(todo, None)
-            if piece is None:
-                return
-            out, fill_piece, seed = piece
-            fill_piece(out, generator.manual_seed(seed))
-
-    others = [_pool().submit(work) for _ in range(helpers)] if sum(p[0].numel() for p in pieces) > CHUNK else []
-    work()
-    for other in others:
-        other.result()
+    # Small pieces share a task: handing one over costs more than filling it.
+    small = [piece for piece in pieces if piece[0].numel() < CHUNK // 16]
+    large = [piece for piece in pieces if piece[0].numel() >= CHUNK // 16]
+    threads.run([partial(_fill_pieces, group) for group in (*([piece] for piece in large), small)])
 
 
-def _pieces(jobs: Iterable[Job]) -> Iterator[tuple[Tensor, Fill, int]]:
+def _fill_pieces(pieces: list[Piece]) -> None:
+    generator = torch.Generator()
+    for out, fill_piece, seed in pieces:
+        fill_piece(out, generator.manual_seed(seed))
+
+
+def _pieces(jobs: Iterable[Job]) -> Iterator[Piece]:
     """Cut CPU tensors into chunks; a tensor elsewhere is filled at once, on its own device."""
     for job in jobs:
         flat = job.out.view(-1)
@@ -118,24 +111,3 @@ def keep_mask_(out: Tensor, generator: torch.Generator, p_drop: float) -> None:
     words = torch.empty(-(-out.numel() * bits // 64), dtype=torch.int64, device=out.device)
     words.random_(-(2**63), None, generator=generator)
     torch.ge(words.view(dtype)[: out.numel()], dropped - 2 ** (bits - 1), out=out)
-
-
-_executor: ThreadPoolExecutor | None = None
-
-
-def _pool() -> ThreadPoolExecutor:
-    """Return the process's threads for noise, made on first use."""
-    global _executor
-    if _executor is None:
-        _executor = ThreadPoolExecutor(max_workers=max(os.cpu_count() or 1, 1), thread_name_prefix="bayesify-noise")
-    return _executor
-
-
-def _forget_pool() -> None:
-    """Drop the pool in a forked child: its threads stayed with the parent."""
-    global _executor
-    _executor = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)

@@ -28,7 +28,8 @@ class Record(NamedTuple):
         end: One past its last; equal to `start` where none was made, as inside reentrant checkpointing.
         module: The module that ran.
         seed: The seed of the draw that it read, if any.
-        pinned: Whether that draw came from a `sample` block; else it was drawn for this forward.
+        pinned: Whether that draw came from a `sample` block.
+        fresh: Whether the forward took the seed from the global generator itself.
         mean: Whether it read the mean because a `mean` block said so.
     """
 
@@ -37,6 +38,7 @@ class Record(NamedTuple):
     module: "weakref.ref[nn.Module]"
     seed: int | None
     pinned: bool
+    fresh: bool
     mean: bool
 
     @property
@@ -46,7 +48,7 @@ class Record(NamedTuple):
 
     def is_drawn_again(self, module: nn.Module) -> bool:
         """Tell whether the recomputation by `module` runs the whole forward, so that it takes its seed once more."""
-        return self.seed is not None and not self.pinned and (self.hidden or self.module() is module)
+        return self.fresh and (self.hidden or self.module() is module)
 
     def contains(self, module: nn.Module) -> bool:
         """Tell whether a module lies inside the one that ran."""

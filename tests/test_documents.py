@@ -14,7 +14,25 @@ from torch.utils.data import DataLoader, TensorDataset
 import bayesify
 
 ROOT = Path(__file__).parent.parent
-PUBLIC = ["bayesify", "unbayesify", "mean", "sample", "samples", "penalty", "predict", "named_posteriors", "SGLD", "fit_laplace", "param_groups", "save", "load", "summary", "metrics", "plots", "methods"]
+PUBLIC = [
+    "bayesify",
+    "unbayesify",
+    "mean",
+    "sample",
+    "samples",
+    "penalty",
+    "predict",
+    "named_posteriors",
+    "SGLD",
+    "fit_laplace",
+    "param_groups",
+    "save",
+    "load",
+    "summary",
+    "metrics",
+    "plots",
+    "methods",
+]
 
 
 def blocks(document):

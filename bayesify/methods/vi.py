@@ -4,14 +4,17 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesify import threads
 from bayesify.methods.base import Method
+from bayesify.noise import CHUNK
 from bayesify.posteriors import (
     LOW_PRECISION,
     Factor,
@@ -47,11 +50,17 @@ class Link(NamedTuple):
 
 def softplus(rho: Tensor) -> Tensor:
     """Return log(1 + exp(rho)); without gradients by numpy, whose log1p is many times faster than torch's."""
-    plain = rho.device.type == "cpu" and not (torch.is_grad_enabled() and rho.requires_grad)
+    plain = rho.device.type == "cpu" and rho.is_contiguous() and not (torch.is_grad_enabled() and rho.requires_grad)
     if not plain or rho.dtype in LOW_PRECISION or rho.numel() == 0 or float(rho.detach().max()) > 20:
         return F.softplus(rho)
-    s = np.exp(rho.detach().numpy())
-    return torch.from_numpy(np.log1p(s, out=s)).view(rho.shape)
+    s = torch.empty_like(rho, requires_grad=False)
+    pairs = zip(torch.split(rho.detach().view(-1), CHUNK), torch.split(s.view(-1), CHUNK), strict=True)
+    threads.run([partial(_log1p_exp, source.numpy(), out.numpy()) for source, out in pairs])
+    return s
+
+
+def _log1p_exp(source: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
+    np.log1p(np.exp(source, out=out), out=out)
 
 
 def _softplus_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:

@@ -1,7 +1,6 @@
 """Collect the ratios of a run and write them as JSON, as a page and into the README."""
 
 import json
-import os
 import platform
 import re
 from datetime import date
@@ -50,7 +49,7 @@ def write(rows):
     old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
     results = {
         "date": date.today().isoformat(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads",
+        "machine": f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "rows": {**old["rows"], **rows},
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ def page(results):
     lines = [
         "# Benchmarks",
         "",
-        f"{results['machine']}, {results['date']}. Ratios are of the best of several runs that were taken in turn, on the "
+        f"{results['machine']}, {results['date']}. Ratios are of the best of several runs taken in turn, on the "
         "clock (wall) and of all cores (cpu). `make bench` measures the small models, `make bench-full` all.",
         "",
     ]

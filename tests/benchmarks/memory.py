@@ -1,4 +1,4 @@
-"""Peak memory of a few training steps, in a process of their own: python -m tests.benchmarks.memory MODEL BATCH METHOD."""
+"""Peak memory of a few training steps, each in a process of its own."""
 
 import resource
 import subprocess

@@ -1,5 +1,6 @@
 """The models that are measured, and one training step of each method on them."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ class Workload:
         if self.name != "mlp":
             return getattr(torchvision.models, self.name)(weights=None, num_classes=CLASSES)
         sizes = (784, 1000, 1000, 1000)
-        layers = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.ReLU())]
+        layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(1000, CLASSES))
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,195 @@
+"""Read autograd's graph: where each parameter enters the computation, and what gradient arrives there.
+
+The graph knows every use of a parameter, whatever module or function it happens in: tied weights, functional reads and
+bare parameters need no special care.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+SHAPING = frozenset(
+    "Alias Clone Exp Flip Neg Permute ReshapeAlias Roll Select Sigmoid Slice Softplus Split SplitWithSizes Squeeze T Tanh "
+    "ToCopy Transpose Unbind UnsafeSplit UnsafeView Unsqueeze UpsampleBicubic UpsampleBicubic2D UpsampleBicubic2DAa "
+    "UpsampleBilinear2D UpsampleBilinear2DAa View".split()
+)
+"""Operations on a parameter alone, that no example has a part in."""
+
+SPREADING = frozenset(("Embedding", "Expand", "Index", "IndexSelect", "Repeat"))
+"""Operations on a parameter alone, which may give each example its own copy or rows."""
+
+
+def kind(node: Node) -> str:
+    """Return an operation's name, without what autograd adds to it."""
+    head, found, _ = node.name().rpartition("Backward")
+    return head if found else node.name()
+
+
+class Read(NamedTuple):
+    """`reader` takes output `output` of a node as its input `index`."""
+
+    reader: Node
+    index: int
+    output: int
+
+
+class Step(NamedTuple):
+    """An operation on a parameter alone, and which of its outputs is meant."""
+
+    node: Node
+    output: int
+
+
+class Use(NamedTuple):
+    """A place where a parameter, or what `steps` make of it, meets the examples: input `index` of `node`.
+
+    Attributes:
+        node: The operation.
+        index: Which of its inputs.
+        steps: What was done to the parameter before, first to last.
+        shape: The shape of the input.
+    """
+
+    node: Node
+    index: int
+    steps: tuple[Step, ...]
+    shape: torch.Size
+
+
+class Graph:
+    """The graph below an output: its nodes, inputs first, and who reads each of them."""
+
+    def __init__(self, output: Tensor) -> None:
+        assert output.grad_fn is not None
+        self.order: list[Node] = []
+        self.inputs: dict[Node, list[Node]] = {}
+        self.readers: dict[Node, list[Read]] = {}
+        self.leaves: dict[int, Node] = {}
+        self._visit(output.grad_fn)
+        self.signature = tuple(node.name() for node in self.order)
+
+    def _visit(self, root: Node) -> None:
+        stack: list[tuple[Node, bool]] = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                self.order.append(node)
+            elif node not in self.inputs:
+                self.inputs[node] = []
+                stack.append((node, True))
+                for index, (below, output) in enumerate(node.next_functions):
+                    if below is not None:
+                        self.inputs[node].append(below)
+                        self.readers.setdefault(below, []).append(Read(node, index, output))
+                        stack.append((below, False))
+                if (variable := getattr(node, "variable", None)) is not None:
+                    self.leaves[id(variable)] = node
+
+    def candidates(self, param: Tensor) -> set[Node]:
+        """Return the nodes at which a parameter may first meet the examples."""
+        found, todo = set(), [self.leaves[id(param)]]
+        while todo:
+            for read in self.readers.get(todo.pop(), ()):
+                name = kind(read.reader)
+                if name not in SHAPING:
+                    found.add(read.reader)
+                if name in SHAPING or name in SPREADING:
+                    todo.append(read.reader)
+        return found
+
+    def uses(self, param: Tensor, separates: Callable[[Node], bool]) -> Iterator[Use]:
+        """Yield a parameter's uses.
+
+        Args:
+            param: The parameter.
+            separates: Tells whether the output of a node has a part for each example.
+        """
+        todo: list[tuple[Node, tuple[Step, ...]]] = [(self.leaves[id(param)], ())]
+        while todo:
+            node, steps = todo.pop()
+            for read in self.readers.get(node, ()):
+                above = (*steps, Step(node, read.output)) if node is not self.leaves[id(param)] else ()
+                name = kind(read.reader)
+                if name in SHAPING or (name in SPREADING and not separates(read.reader)):
+                    todo.append((read.reader, above))
+                else:
+                    shape = _shape(above[-1]) if above else param.shape
+                    yield Use(read.reader, read.index, above, shape)
+
+    def backward(
+        self,
+        output: Tensor,
+        seed: Tensor,
+        watched: Mapping[Node, Callable[[Tensor], None]],
+        *,
+        keep: bool,
+        inputs: Sequence[Tensor] = (),
+    ) -> tuple[Tensor | None, ...]:
+        """Run a backward pass that stops at the lowest watched nodes, so that no parameter's gradient is computed.
+
+        Args:
+            output: What this graph was made from.
+            seed: Its gradient.
+            watched: Called with the gradient that arrives at (the first output of) each node.
+            keep: Whether the graph is needed again.
+            inputs: Tensors whose gradients are wanted nevertheless.
+
+        Returns:
+            The gradients of `inputs`.
+        """
+        lowest = self._lowest(watched)
+        hooks = [n.register_prehook(partial(_tell, tell)) for n, tell in watched.items() if n not in lowest]
+        try:
+            wanted = [*inputs, *(GradientEdge(n, 0) for n in lowest)]
+            found = torch.autograd.grad(output, wanted, seed, retain_graph=keep, allow_unused=True) if wanted else ()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for node, grad in zip(lowest, found[len(inputs) :], strict=True):
+            if grad is not None:
+                watched[node](grad)
+        return found[: len(inputs)]
+
+    def _lowest(self, watched: Mapping[Node, Any]) -> dict[Node, None]:
+        """Return the watched nodes that have no watched node below them."""
+        above: dict[Node, bool] = {}
+        for node in self.order:
+            above[node] = any(n in watched or above[n] for n in self.inputs[node])
+        return {node: None for node in watched if not above[node]}
+
+
+def _shape(step: Step) -> torch.Size:
+    """Return the shape of an operation's output."""
+    metadata: Any = step.node._input_metadata[step.output]
+    return torch.Size(metadata.shape)
+
+
+def _tell(tell: Callable[[Tensor], None], grads: tuple[Tensor | None, ...]) -> None:
+    """Prehook of a node: pass on the gradient of its first output."""
+    if grads[0] is not None:
+        tell(grads[0])
+
+
+def apply_steps(grads: Tensor, steps: Sequence[Step]) -> Tensor:
+    """Carry gradients, one per example along dim 0, from the end of a parameter's steps back to the parameter."""
+    for node, output in reversed(steps):
+        match kind(node):
+            case "T":
+                grads = grads.mT if grads.dim() == 3 else grads
+            case "View" | "UnsafeView" | "ReshapeAlias":
+                grads = grads.reshape(len(grads), *node._saved_self_sym_sizes)  # type: ignore[attr-defined]
+            case _:
+                count = len(node._input_metadata)
+                grads = torch.stack([call(node, g, output, count) for g in grads])
+    return grads
+
+
+def call(node: Node, grad: Tensor, output: int = 0, count: int = 1) -> Tensor:
+    """Return what an operation's own backward makes of a gradient of one of its outputs."""
+    found: Any = node(*(grad if i == output else None for i in range(count)))
+    result: Tensor = found[0] if isinstance(found, tuple) else found
+    return result
