@@ -175,15 +175,20 @@ CASES = [
     Case(
         "gpt2",
         hf_model(
-            "GPT2LMHeadModel", vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+            "GPT2LMHeadModel",
+            vocab_size=50,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
         ),
         lambda m: m(IDS),
     ),
     Case(
         "t5",
-        hf_model(
-            "T5ForConditionalGeneration", vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
-        ),
+        hf_model("T5ForConditionalGeneration", vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2),
         lambda m: m(input_ids=IDS, decoder_input_ids=IDS[:, :4]),
     ),
     Case("llama", hf_model("LlamaForCausalLM", vocab_size=50, num_key_value_heads=1, **SIZES), lambda m: m(IDS)),

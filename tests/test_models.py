@@ -24,8 +24,13 @@ def anatomy(model: nn.Module) -> dict:
             [
                 list(getattr(m, kind).items())
                 for kind in (
-                    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_always_called",
-                    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks",
+                    "_forward_hooks",
+                    "_forward_pre_hooks",
+                    "_backward_hooks",
+                    "_forward_hooks_always_called",
+                    "_forward_hooks_with_kwargs",
+                    "_forward_pre_hooks_with_kwargs",
+                    "_state_dict_hooks",
                 )
             ]
             for m in model.modules()
