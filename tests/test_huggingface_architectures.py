@@ -1,0 +1,77 @@
+"""Every architecture with every method: a training step, the mean, a folder for everybody."""
+
+import pytest
+import torch
+import transformers
+from bayesify.integrations.huggingface import from_pretrained, save_pretrained
+from huggingface_zoo import ARCHITECTURES, Architecture, main_output, no_warning
+
+import bayesify
+from bayesify import bayesify as make_bayesian
+from bayesify import mean, named_posteriors, penalty, sample, unbayesify
+
+METHODS = ["vanilla", "vi", "mc_dropout", "sgld", "la"]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")]
+
+
+@pytest.fixture(params=ARCHITECTURES, ids=lambda a: a.name)
+def architecture(request):
+    return request.param
+
+
+def fit(model, method: str, batch) -> None:
+    """Take one training step, and what the method needs to be sampled."""
+    if method == "sgld":
+        optimizer = bayesify.SGLD(model, 1e-4, num_data=10)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.train()
+    for _ in range(2 if method == "sgld" else 1):
+        optimizer.zero_grad()
+        loss = model(**batch).loss + penalty(model, num_data=10)
+        assert loss.isfinite()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trains_saves_and_loads(architecture: Architecture, method: str, tmp_path):
+    plain, batch = architecture.build(), architecture.batch()
+    with torch.no_grad():
+        before = main_output(plain(**batch))
+    options = {"thin": 1} if method == "sgld" else {}
+    model = make_bayesian(plain, method, prior_sig=0.1, **options)
+    with torch.no_grad():
+        assert torch.equal(main_output(model(**batch)), before)
+        model.train()
+        with mean(model):
+            model.eval()
+            assert torch.equal(main_output(model(**batch)), before)
+
+    fit(model, method, batch)
+    trained = {name: p.grad is not None for name, p in model.named_parameters()}
+    assert any(trained.values())
+    with torch.no_grad():
+        after = main_output(model(**batch))
+    assert not torch.equal(after, before)
+
+    with no_warning():
+        save_pretrained(model, tmp_path)
+        auto = getattr(transformers, architecture.auto)
+        everybodys, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(everybodys).__name__ == architecture.model
+    with torch.no_grad():
+        assert torch.equal(main_output(everybodys(**batch)), after)
+
+    with no_warning():
+        again = from_pretrained(tmp_path)
+    for (name, saved), (other, loaded) in zip(named_posteriors(model), named_posteriors(again), strict=True):
+        assert name == other
+        for what in ("mean", "std", "prior_mean"):
+            torch.testing.assert_close(getattr(loaded, what), getattr(saved, what), rtol=0, atol=0)
+    if method not in ("vanilla", "la"):
+        with torch.no_grad(), sample(model, seed=3), sample(again, seed=3):
+            assert torch.equal(main_output(again(**batch)), main_output(model(**batch)))
+    assert type(unbayesify(again)).__name__ == architecture.model
