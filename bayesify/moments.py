@@ -12,6 +12,10 @@ from torch import Tensor
 from bayesify.posteriors import Posterior, Prior, quadratic_energy, quadratic_pull
 
 
+class NotReadyError(ValueError, RuntimeError):
+    """A posterior that cannot be sampled yet."""
+
+
 class MomentsPosterior(Posterior):
     """theta = mean + std * eps with eps ~ N(0, 1), once there are moments.
 
@@ -36,7 +40,7 @@ class MomentsPosterior(Posterior):
     def check_ready(self) -> None:
         """Raise before there are moments."""
         if not self.ready:
-            raise RuntimeError(f"{self.name!r} cannot be sampled yet: {self.missing}")
+            raise NotReadyError(f"{self.name!r} cannot be sampled yet: {self.missing}")
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return center + std * eps; its gradient passes to the parameter as it is."""

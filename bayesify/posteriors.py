@@ -321,13 +321,13 @@ def quadratic_pull(
         return grad
     factor = host(coef) * precision
     away = deviation(mean, posterior)
-    if grad is None or isinstance(factor, Tensor) or not 1e-30 < abs(factor) < 1e30:
+    extreme = isinstance(factor, float) and not 1e-30 < abs(factor) < 1e30
+    if isinstance(factor, Tensor) or extreme or away is mean or (grad is not None and grad.dtype != away.dtype):
         start = torch.zeros_like(away) if grad is None else grad.to(away.dtype, copy=True)
         return axpy_(start, away, factor).to(mean.dtype)
-    if away is mean or away.dtype != grad.dtype:
-        return torch.add(grad, away, alpha=factor).to(mean.dtype)
-    torch.add(grad, away, alpha=factor, out=away)
-    return away
+    # The common case, in the memory of m - theta0.
+    away = away.mul_(factor) if grad is None else torch.add(grad, away, alpha=factor, out=away)
+    return away.to(mean.dtype)
 
 
 def host(coef: Tensor) -> Factor:
