@@ -71,10 +71,10 @@ def _scramble32(word: int) -> int:
 def fill(jobs: Iterable[Job]) -> None:
     """Fill every job's tensor with its noise."""
     pieces = list(_pieces(jobs))
-    # Small pieces share a task: handing one over costs more than filling it.
+    # Small pieces go together: handing one to a thread costs more than filling it.
     small = [piece for piece in pieces if piece[0].numel() < CHUNK // 16]
-    large = [piece for piece in pieces if piece[0].numel() >= CHUNK // 16]
-    threads.run([partial(_fill_pieces, group) for group in (*([piece] for piece in large), small)])
+    groups = [[piece] for piece in pieces if piece[0].numel() >= CHUNK // 16] + ([small] if small else [])
+    threads.run([partial(_fill_pieces, group) for group in groups])
 
 
 def _fill_pieces(pieces: list[Piece]) -> None:

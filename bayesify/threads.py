@@ -26,7 +26,8 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
     others = [_pool().submit(work) for _ in range(min(torch.get_num_threads(), len(tasks)) - 1)]
     work()
     for other in others:
-        other.result()
+        if not other.cancel():  # a thread that has not even started is not worth waiting for
+            other.result()
 
 
 def _pool() -> ThreadPoolExecutor:
