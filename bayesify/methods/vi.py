@@ -24,6 +24,7 @@ from bayesify.posteriors import (
     host,
     quadratic_energy,
     quadratic_pull,
+    square_norm,
     state_dtype,
 )
 
@@ -202,7 +203,7 @@ class VIPosterior(Posterior):
         if self.flat:
             return mean.new_zeros((), dtype=torch.float64)
         sums = self._sums
-        if sums is None or torch.is_grad_enabled() or sums.version != self.rho._version:
+        if sums is None or torch.is_grad_enabled() or sums.rho is not self.rho or sums.version != self.rho._version:
             sums = self._sums_of(self.rho, LINKS[self.link].std(self.rho))
         spread = sums.numel * (math.log(self.prior_sig) - 0.5) - sums.logs
         square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * sums.squares
@@ -211,14 +212,15 @@ class VIPosterior(Posterior):
     def _sums_of(self, rho: Tensor, s: Tensor) -> "Sums":
         """Return the sums over the elements that are random: of log s and of s^2."""
         logs = LINKS[self.link].log_std(rho, s)
-        squares = s.square() if s.requires_grad or s.dtype == torch.float64 else None
-        squares = torch.linalg.vector_norm(s).double().square() if squares is None else squares.sum(dtype=torch.float64)
+        safe = 1e-15 < self.prior_sig < 1e15  # else s may be so small that its square is none in float32
+        cheap = safe and s.dtype == torch.float32 and not s.requires_grad
+        squares = square_norm(s) if cheap else s.double().square().sum()
         count, total = rho.numel(), logs.sum().double()
         if self.fixed_row is not None:
             row = s[self.fixed_row]
             count, total = count - row.numel(), total - logs[self.fixed_row].sum()
-            squares = squares - row.square().sum()
-        return Sums(rho._version, count, total, squares)
+            squares = squares - row.double().square().sum()
+        return Sums(self.rho, self.rho._version, count, total, squares)
 
     @property
     def precision(self) -> float:
@@ -245,8 +247,9 @@ class VIPosterior(Posterior):
 
 
 class Sums(NamedTuple):
-    """Sums over a posterior's s, with the version of rho that they belong to."""
+    """Sums over a posterior's s, with the rho that they belong to and its version then."""
 
+    rho: Tensor
     version: int
     numel: int
     logs: Tensor

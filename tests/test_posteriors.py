@@ -1,0 +1,487 @@
+"""Posteriors against float64 oracles: torch.distributions, closed forms, and autograd through plain operations."""
+
+import math
+
+import pytest
+import torch
+from cases import tensor
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.nn import functional as F
+
+from bayesify import bayesify, mean, named_posteriors, penalty, sample
+from bayesify.methods.base import REGISTRY
+from bayesify.methods.vi import LINKS
+from bayesify.posteriors import Posterior, Prior, autograd_pullback, make_noise
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+N, SIG = 50, 0.7
+X, Y = tensor(6, 3).double(), tensor(6, 2).double()
+VARIANTS = [
+    *(("vi", {"link": link, "bias": bias, "kld": 0.5}) for link in LINKS for bias in ("informative", "uninformative")),
+    *(("mc_dropout", {"p_drop": 0.3, "bias": bias, "kld": 0.5}) for bias in ("spikymix", "gaussian", "ignore")),
+    *(("vanilla", {"wd": 0.3, "bias": bias}) for bias in ("penalty", "ignore")),
+]
+LINK_FUNCTIONS = {
+    "softplus": lambda rho: torch.log1p(torch.exp(rho)),
+    "exp": torch.exp,
+    "clamp": lambda rho: torch.where(rho >= 1e-8, rho, torch.full_like(rho, 1e-8)),
+}
+
+
+def linear(method: str, options: dict, prior_mean=None) -> nn.Module:
+    """Return a small model away from its prior mean, with spreads of many sizes."""
+    torch.manual_seed(0)
+    model = bayesify(nn.Linear(3, 2).double(), method, prior_sig=SIG, prior_mean=prior_mean, **options)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.add_(0.3 * tensor(*p.shape).double().abs() * (1 + i))
+    return model
+
+
+class Oracle:
+    """The paper's formulas on plain tensors: theta, and the penalty as printed."""
+
+    def __init__(self, model: nn.Module, method: str, options: dict, num_data: float = N) -> None:
+        self.method, self.options, self.num_data = method, options, num_data
+        self.theta0 = {n: q.prior_mean.clone() for n, q in named_posteriors(model)}
+        self.m = {n: q.original.detach().clone().requires_grad_() for n, q in named_posteriors(model)}
+        self.rho = {n: q.rho.detach().clone().requires_grad_() for n, q in named_posteriors(model) if method == "vi"}
+
+    def theta(self, noise: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.method == "vi":
+            return {n: m + noise[n] * self.s(n) for n, m in self.m.items()}
+        if self.method == "mc_dropout":
+            kept = {n: noise[n].double() if n in noise else torch.ones_like(m) for n, m in self.m.items()}
+            return {n: kept[n] * m + (1 - kept[n]) * self.theta0[n] for n, m in self.m.items()}
+        return self.m
+
+    def s(self, name: str) -> Tensor:
+        return LINK_FUNCTIONS[self.options["link"]](self.rho[name])
+
+    def penalty(self) -> Tensor:
+        return sum(self.term(name) for name in self.m)
+
+    def term(self, name: str) -> Tensor:
+        bias = self.options["bias"] if name == "bias" else ""
+        square = (self.m[name] - self.theta0[name]).square().sum()
+        if bias in ("uninformative", "ignore"):
+            return 0 * square
+        if self.method == "vanilla":
+            return self.options["wd"] / 2 * square
+        kld = self.options["kld"] / self.num_data
+        if self.method == "mc_dropout":
+            keep = 1 - (0 if bias == "gaussian" else self.options["p_drop"])
+            return kld * keep / (2 * SIG**2) * square
+        return kld * kl_divergence(Normal(self.m[name], self.s(name)), Normal(self.theta0[name], SIG)).sum()
+
+
+def noise_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return the noise of the draw that `sample(model, seed=seed)` makes."""
+    from bayesify.core import draw_seeds
+
+    found = {n: q for n, q in named_posteriors(model) if q.random}
+    made = make_noise(list(found.values()), draw_seeds(1, seed)[0])
+    return {n: made[q] for n, q in found.items()}
+
+
+def losses(model: nn.Module, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
+    with sample(model, seed=seed):
+        found = F.mse_loss(model(X), Y)
+    theta = oracle.theta(noise_of(model, seed))
+    return found, F.mse_loss(F.linear(X, theta["weight"], theta["bias"]), Y)
+
+
+@pytest.mark.parametrize("prior_mean", [None, "zero"])
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_loss_and_penalty_have_the_papers_gradients(method: str, options: dict, prior_mean):
+    model = linear(method, options, prior_mean)
+    oracle = Oracle(model, method, options)
+    loss, exact_loss = losses(model, oracle, 3)
+    term, exact_term = penalty(model, N), oracle.penalty()
+    torch.testing.assert_close(loss, exact_loss, **EXACT)
+    torch.testing.assert_close(term, exact_term, **EXACT)
+    (loss + term).backward()
+    (exact_loss + exact_term).backward()
+    for name, q in named_posteriors(model):
+        torch.testing.assert_close(q.original.grad, oracle.m[name].grad, **EXACT)
+        if method == "vi":
+            torch.testing.assert_close(q.rho.grad, oracle.rho[name].grad, **EXACT)
+
+
+def test_the_vi_gradients_written_out():
+    """m: g + (m-theta0)/(N sigma^2); s: g*eps + (s/sigma^2 - 1/s)/N, by hand on a linear loss."""
+    model = linear("vi", {"link": "exp"})
+    weights = tensor(2, 3).double()
+    with sample(model, seed=1):
+        ((model.weight * weights).sum() + penalty(model, N)).backward()
+    q, eps = model.parametrizations.weight[0], noise_of(model, 1)["weight"]
+    s = q.std
+    by_mean = weights + (q.mean - q.prior_mean) / (N * SIG**2)
+    by_s = weights * eps + (s / SIG**2 - 1 / s) / N
+    torch.testing.assert_close(q.original.grad, by_mean, **EXACT)
+    torch.testing.assert_close(q.rho.grad, by_s * s, **EXACT)
+
+
+# -- the ways to call penalty ------------------------------------------------------------------------------------------
+
+ORDERS = [
+    "before",
+    "after",
+    "after backward",
+    "twice",
+    "alone",
+    "submodule",
+    "accumulated",
+    "graph apart",
+    "no_grad first",
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_the_penalty_has_one_gradient_however_it_is_called(method: str, options: dict, order: str):
+    model = nn.Sequential(linear(method, options), nn.Tanh(), linear(method, options))  # two bayesified models
+    parameters = list(model.parameters())
+
+    def loss() -> Tensor:
+        torch.manual_seed(4)
+        return model[0](X).square().mean()
+
+    wanted = [torch.zeros_like(p) for p in parameters]
+    for part in (0, 2):
+        oracle = Oracle(model[part], method, options)
+        if oracle.penalty().requires_grad:
+            oracle.penalty().backward()
+        for i, p in enumerate(parameters):
+            for name, q in named_posteriors(model[part]):
+                if p is q.original:
+                    wanted[i] += oracle.m[name].grad
+                elif method == "vi" and p is q.rho and oracle.rho[name].grad is not None:
+                    wanted[i] += oracle.rho[name].grad
+    times_penalty, times_loss = 1, 1
+    if order == "before":
+        term = penalty(model, N)
+        (term + loss()).backward()
+    elif order in ("after", "submodule"):
+        value = loss()
+        (value + penalty(model, N)).backward()
+    elif order == "after backward":
+        loss().backward()
+        penalty(model, N).backward()
+    elif order == "twice":
+        value = loss()
+        (value + penalty(model, N) + penalty(model, N)).backward()
+        times_penalty = 2
+    elif order == "alone":
+        value = loss()
+        grads = torch.autograd.grad(penalty(model, N), parameters, allow_unused=True, materialize_grads=True)
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = g
+        value.backward()
+    elif order == "accumulated":
+        for _ in range(3):
+            (loss() + penalty(model, N)).backward()
+        times_penalty = times_loss = 3
+    elif order == "graph apart":
+        value = loss()
+        term = penalty(model, N)
+        value.backward()
+        term.backward()
+    elif order == "no_grad first":
+        value = loss()
+        with torch.no_grad():
+            assert not penalty(model, N).requires_grad
+        (value + penalty(model, N)).backward()
+    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+    model.zero_grad()
+    loss().backward()
+    for p, f, w in zip(parameters, found, wanted, strict=True):
+        data = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(f, times_loss * data + times_penalty * w, **EXACT)
+
+
+def test_the_penalty_after_a_step_is_of_the_new_parameters():
+    model = linear("vi", {"link": "softplus"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    model.zero_grad()
+    oracle = Oracle(model, "vi", {"link": "softplus", "bias": "informative", "kld": 1.0})
+    penalty(model, N).backward()
+    oracle.penalty().backward()
+    torch.testing.assert_close(model.parametrizations.weight[0].rho.grad, oracle.rho["weight"].grad, **EXACT)
+
+
+def test_the_penalty_of_frozen_means():
+    model = linear("vi", {"link": "softplus"})
+    model.parametrizations.weight.original.requires_grad_(False)
+    (model(X).sum() + penalty(model, N)).backward()
+    assert model.parametrizations.weight.original.grad is None
+    assert model.parametrizations.weight[0].rho.grad is not None
+    model.requires_grad_(False)
+    assert not penalty(model, N).requires_grad
+    assert not model(X).requires_grad
+
+
+@pytest.mark.parametrize("num_data", [0, -1, math.nan, math.inf, "10", True, None])
+def test_penalty_refuses_a_wrong_number_of_data(num_data):
+    with pytest.raises(ValueError, match="num_data must be a positive number"):
+        penalty(linear("vi", {}), num_data)
+
+
+# -- closed forms and the generic way ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:s = .* rounding step:UserWarning")
+@pytest.mark.parametrize("fixed_row", [None, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("method", "options"), VARIANTS)
+def test_pullback_is_what_autograd_says(method: str, options: dict, dtype: torch.dtype, fixed_row: int | None):
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(4, 3).to(dtype))
+    q = REGISTRY[method](**options).posterior(param, Prior(torch.randn(4, 3).to(dtype), SIG), fixed_row=fixed_row)
+    q.attach("weight", holder(param), "weight", None)
+    grad, coef = torch.randn(4, 3).to(dtype), torch.tensor(0.3, dtype=torch.float64)
+    for g, c in ((grad, coef), (grad, None), (None, coef)):
+        noise = make_noise([q], 1)[q] if g is not None and q.random else torch.zeros(4, 3) if g is not None else None
+        wanted = autograd_pullback(q, param, noise, g, c, create_graph=False)
+        with torch.no_grad():
+            found = q.pullback(param, noise.clone() if noise is not None else None, g, c)
+        for f, w in zip(found, wanted, strict=True):
+            if w is None:
+                assert f is None or not f.any()
+            else:
+                assert f.dtype == w.dtype
+                tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+                torch.testing.assert_close(f, w, rtol=tolerance, atol=tolerance)
+
+
+def holder(param: nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    module.weight = param
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3_000_001,), (3,)])
+def test_the_value_is_accurate(shape: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(0)
+    model = holder(nn.Parameter(torch.randn(shape, dtype=dtype)))
+    bayesify(model, prior_mean="zero", prior_sig=0.3, init_sig=0.02)
+    q = model.parametrizations.weight[0]
+    exact = kl_divergence(Normal(q.mean.double(), q.std.double()), Normal(q.prior_mean.double(), 0.3)).sum() / N
+    torch.testing.assert_close(penalty(model, N).double(), exact, rtol=3e-7, atol=0)
+
+
+# -- extremes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", list(LINKS))
+@pytest.mark.parametrize("num_data", [10, 1e30])
+@pytest.mark.parametrize("prior_sig", [1e-20, 1e-30, 1e-5, 1e10, 1e20])
+@pytest.mark.parametrize("method", ["vi", "mc_dropout"])
+@pytest.mark.filterwarnings("ignore:s = .* rounding step:UserWarning")
+def test_extreme_scales_are_finite_where_the_exact_value_is(method: str, prior_sig: float, num_data: float, link: str):
+    options = {"link": link} if method == "vi" else {}
+    torch.manual_seed(0)
+    model = bayesify(nn.Linear(3, 2), method, prior_sig=prior_sig, **options)
+    deviation = min(prior_sig, 1.0)
+    with torch.no_grad():
+        model.parametrizations.bias.original.fill_(0)
+        model.parametrizations.bias[0].prior_center.fill_(-deviation)  # m - theta0 is exact in float32
+    (model(tensor(4, 3)).sum() * 0 + penalty(model, num_data)).backward()
+    for q in (model.parametrizations.weight[0], model.parametrizations.bias[0]):
+        away = q.original.detach().double() - q.prior_mean.double()
+        keep = 1.0 if method == "vi" else 0.9
+        exact = {"m": away / prior_sig / prior_sig * keep / num_data}
+        if method == "vi":
+            rho = q.rho.detach().double()
+            s = LINK_FUNCTIONS[link](rho)
+            slope = {"softplus": torch.sigmoid(rho), "exp": s, "clamp": torch.ones_like(s)}[link]
+            exact["rho"] = (s / prior_sig**2 * slope - slope / s) / num_data
+        found = {"m": q.original.grad, "rho": getattr(q, "rho", q.original).grad}
+        for name, value in exact.items():
+            representable = value.abs() < 3e38
+            normal = representable & ((value.abs() > 1e-36) | (value == 0))
+            assert torch.isfinite(found[name][representable]).all(), name
+            torch.testing.assert_close(found[name].double()[normal], value[normal], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("prior_sig", [1e-20, 1e-30])
+@pytest.mark.parametrize("link", ["softplus", "exp"])
+@pytest.mark.filterwarnings("ignore:s = .* rounding step:UserWarning")
+def test_tiny_scales_start_and_cost_what_they_should(prior_sig: float, link: str):
+    model = bayesify(nn.Linear(3, 2), prior_sig=prior_sig, link=link)
+    q = model.parametrizations.weight[0]
+    torch.testing.assert_close(q.std, torch.full((2, 3), prior_sig / 10), rtol=1e-4, atol=0)
+    per_element = math.log(10) - 0.5 + 0.005
+    assert float(penalty(model, 10).detach()) == pytest.approx(8 * per_element / 10, rel=1e-5)
+
+
+@pytest.mark.parametrize("link", list(LINKS))
+@pytest.mark.parametrize("init_sig", [1e-8, 1e-4, 1.0, 30.0])
+@pytest.mark.filterwarnings("ignore:s = .* rounding step:UserWarning")
+def test_s_starts_at_init_sig(link: str, init_sig: float):
+    model = bayesify(nn.Linear(3, 2).double(), link=link, init_sig=init_sig)
+    torch.testing.assert_close(
+        model.parametrizations.weight[0].std, torch.full((2, 3), init_sig, dtype=torch.double), rtol=1e-12, atol=0
+    )
+
+
+def test_init_sig_follows_the_prior():
+    model = bayesify(nn.Linear(3, 2).double(), prior_sig={"weight": 1e-4, "bias": 5.0})
+    assert float(model.parametrizations.weight[0].std[0, 0]) == pytest.approx(1e-5)
+    assert float(model.parametrizations.bias[0].std[0]) == pytest.approx(1e-3)
+
+
+def test_the_clamped_link_can_move_from_its_floor():
+    model = bayesify(nn.Linear(3, 2).double(), link="clamp", prior_sig=1e-9, prior_mean="zero")
+    q = model.parametrizations.weight[0]
+    assert float(q.std.max()) == 1e-8
+    penalty(model, 10).backward()
+    assert q.rho.grad.all()
+
+
+# -- moments of theta --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout"])
+def test_samples_have_the_posteriors_mean_and_std(method: str):
+    options = {"init_sig": 0.3} if method == "vi" else {"p_drop": 0.2}
+    model = bayesify(nn.Linear(40, 30), method, prior_mean="zero", **options)
+    q = model.parametrizations.weight[0]
+    draws = []
+    with torch.no_grad():
+        for seed in range(400):
+            with sample(model, seed=seed):
+                draws.append(model.weight.clone())
+    z = (torch.stack(draws) - (q.mean if method == "vi" else 0.8 * q.mean)) / q.std
+    count = z.numel()
+    assert abs(float(z.mean())) < 4 / math.sqrt(count)
+    kurtosis = 3 if method == "vi" else (1 - 3 * 0.16) / 0.16
+    assert abs(float(z.square().mean()) - 1) < 4 * math.sqrt((kurtosis - 1) / count)
+
+
+def test_mc_dropout_mixes_with_the_prior_mean():
+    torch.manual_seed(0)
+    other = nn.Linear(40, 30)
+    model = bayesify(nn.Linear(40, 30), "mc_dropout", p_drop=0.3, prior_mean=other, bias="gaussian")
+    m, theta0 = model.parametrizations.weight.original.detach(), other.weight.detach()
+    with torch.no_grad(), sample(model, seed=1):
+        theta, bias = model.weight.clone(), model.bias
+    assert ((theta == m) | (theta == theta0)).all()
+    assert 0.2 < (theta == theta0).float().mean() < 0.4
+    assert bias is model.parametrizations.bias.original
+
+
+def test_mc_dropout_expected_mean():
+    torch.manual_seed(0)
+    other = nn.Linear(4, 3)
+    model = bayesify(nn.Linear(4, 3), "mc_dropout", p_drop=0.3, prior_mean=other, mean="expected").eval()
+    m = model.parametrizations.weight.original
+    torch.testing.assert_close(model.weight, 0.7 * m + 0.3 * other.weight)
+    torch.testing.assert_close(model.parametrizations.weight[0].mean, 0.7 * m.detach() + 0.3 * other.weight.detach())
+    model(tensor(2, 4)).sum().backward()
+    torch.testing.assert_close(m.grad[0], 0.7 * tensor(2, 4).sum(0))
+    with mean(model.train()):
+        torch.testing.assert_close(model.bias, 0.7 * model.parametrizations.bias.original + 0.3 * other.bias)
+
+
+# -- the padding row ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_the_padding_row_has_no_noise(kind: type, method: str):
+    model = bayesify(kind(5, 4, padding_idx=3), method, prior_mean="zero")
+    original = model.parametrizations.weight.original
+    with torch.no_grad():
+        original[3] = 7.0
+        others = [i for i in range(5) if i != 3]
+        assert torch.equal(model.weight[3], original[3])
+        changed = model.weight[others] != original[others]
+    assert changed.any()
+    q = model.parametrizations.weight[0]
+    assert not q.std[3].any()
+    assert q.std[others].all()
+    term = penalty(model, 1)
+    if method == "vi":
+        rows = kl_divergence(Normal(q.mean, q.std.clamp(min=1e-30)), Normal(0.0, 1.0)).sum(1)
+        torch.testing.assert_close(term, rows[others].sum() + q.mean[3].square().sum() / 2)
+        term.backward()
+        assert not q.rho.grad[3].any()
+        assert q.rho.grad[others].all()
+    with mean(model):
+        assert model.weight is original
+
+
+def test_mc_dropout_expected_keeps_the_padding_row():
+    model = bayesify(nn.Embedding(5, 4, padding_idx=3), "mc_dropout", prior_mean="zero", mean="expected").eval()
+    with torch.no_grad():
+        model.parametrizations.weight.original[3] = 7.0
+    assert (model.weight[3] == 7).all()
+    torch.testing.assert_close(model.weight[0], 0.9 * model.parametrizations.weight.original[0])
+
+
+# -- low precision -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast_after", [True, False])
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "vanilla"])
+def test_low_precision_weights_keep_a_precise_posterior(method: str, cast_after: bool, dtype: torch.dtype):
+    options = {"init_sig": 0.1} if method == "vi" else {"mean": "expected"} if method == "mc_dropout" else {}
+    plain = nn.Linear(4, 3)
+    plain = bayesify(plain, method, **options).to(dtype) if cast_after else bayesify(plain.to(dtype), method, **options)
+    state = {name: p.dtype for name, p in plain.named_parameters()}
+    for name, found in state.items():
+        assert found == (torch.float32 if name.endswith("rho") else dtype)
+    x = tensor(2, 4).to(dtype)
+    output = plain(x)
+    assert output.dtype == dtype
+    (output.float().square().mean() + penalty(plain, 10)).backward()
+    for p in plain.parameters():
+        assert p.grad.dtype == p.dtype
+        assert torch.isfinite(p.grad).all()
+    with mean(plain):
+        assert plain(x).dtype == dtype
+    if method == "vi":
+        rho = plain.parametrizations.weight[0].rho
+        torch.testing.assert_close(F.softplus(rho), torch.full((3, 4), 0.1), rtol=1e-5, atol=0)
+
+
+def test_drowned_noise_warns_before_anything_changes():
+    model = nn.Linear(4, 3).bfloat16()
+    nn.init.ones_(model.weight)
+    with pytest.warns(
+        UserWarning, match=r"s = 0.001 is under a quarter of the rounding step of torch.bfloat16 weights"
+    ):
+        bayesify(model, include="weight")
+    bayesify(nn.Linear(4, 3).bfloat16(), init_sig=0.1)
+    bayesify(nn.LayerNorm(4))
+
+
+class Half(Posterior):
+    """A posterior with nothing but theta and energy: everything else is generic."""
+
+    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+        return mean + 0.5 * noise
+
+    def energy(self, mean: Tensor, scale: float) -> Tensor:
+        return scale * mean.double().abs().sum()
+
+
+def test_generic_defaults():
+    param = nn.Parameter(torch.ones(3))
+    q = Half(param, Prior(torch.zeros(3), 1.0))
+    q.attach("weight", holder(param), "weight", None)
+    assert torch.equal(q(param), param)
+    assert torch.equal(q.mean, param.detach())
+    assert torch.equal(q.std, torch.zeros(3))
+    (grad,) = q.pullback(param, torch.ones(3), torch.full((3,), 2.0), torch.tensor(3.0))
+    assert torch.equal(grad, torch.full((3,), 5.0))
+    with pytest.raises(NotImplementedError):
+        Posterior(param, Prior(torch.zeros(3), 1.0)).theta(param, param)
+    with pytest.raises(NotImplementedError):
+        Posterior(param, Prior(torch.zeros(3), 1.0)).energy(param, 1.0)
