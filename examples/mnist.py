@@ -1,0 +1,314 @@
+"""Train one Bayesian network on MNIST and measure its uncertainty, with the flags of the BayesDLL paper (section 5.1).
+
+    python examples/mnist.py --method vi --hparams prior_sig=1.0,kld=1e-3,bias=informative,nst=5 --epochs 100 \
+        --lr 1e-2 --batch_size 128 --momentum 0.5 --val_heldout 0.5 --data_root data --log_dir runs/mnist/vi
+
+The log folder gets `log.jsonl` (one line per epoch), `last.pt` (to go on after a stop: run the same command again),
+`best/` (the posterior with the lowest validation loss), pictures, and `result.json`, whose scores are fractions.
+Training and validation images are disjoint, and nothing is chosen by looking at the test images.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesify import SGLD, bayesify, load, metrics, param_groups, penalty, plots, predict, save
+
+FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
+PAPER = {"vi": {"link": "clamp", "init_sig": 1e-6}}  # what the paper's runs have and its flags do not say
+SAMPLES = 5
+PREDICT_BATCH = 2000
+NOT_SETTINGS = ("data_root", "log_dir")  # where a run happens, not what it is
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--method", default="vi", help="vanilla, vi, mc_dropout, sgld or la")
+    parser.add_argument("--hparams", type=hparams, default={}, help="name=value,... of bayesify; burnin is in epochs")
+    parser.add_argument("--epochs", type=int, default=100, help="at most this many")
+    parser.add_argument("--patience", type=int, default=10, help="stop after so many epochs without a better one")
+    parser.add_argument("--eval_every", type=int, default=1, help="epochs from one validation to the next")
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--lr_sig", type=float, default=None, help="learning rate of VI's spread; None is --lr")
+    parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="of the learning rate")
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--momentum", type=float, default=0.5)
+    parser.add_argument("--val_heldout", type=float, default=0.5, help="fraction of the training images")
+    parser.add_argument("--tune", default=None, help="how fit_laplace chooses the prior scale; None keeps prior_sig")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the initial weights and everything else")
+    data_root = os.environ.get("BAYESIFY_DATA", "data")
+    parser.add_argument("--data_root", type=Path, default=Path(data_root), help="holds MNIST/raw, as in torchvision")
+    parser.add_argument("--log_dir", type=Path, default=Path("runs/mnist/vi"))
+    args = parser.parse_args(argv)
+    if not 0 < args.val_heldout < 1:
+        parser.error(f"--val_heldout must be between 0 and 1, got {args.val_heldout}: early stopping needs both parts")
+    if args.hparams.get("burnin", 0) >= args.epochs:
+        parser.error(f"burnin must be less than --epochs {args.epochs}, got {args.hparams['burnin']}")
+    return args
+
+
+def hparams(text):
+    """Read name=value,... with numbers as numbers."""
+    pairs = dict(item.split("=", 1) for item in text.split(",") if item)
+    return {name.strip(): number(value.strip()) for name, value in pairs.items()}
+
+
+def number(text):
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def load_mnist(root):
+    """Return {"train": (images, labels), "test": ...}: normalized pixels in rows, all in memory."""
+    folder = root / "MNIST" / "raw"
+    if not all(find(folder, name) for names in FILES.values() for name in names):
+        from torchvision.datasets import MNIST
+
+        MNIST(root, download=True)
+    out = {}
+    for part, (images, labels) in FILES.items():
+        pixels = read_idx(find(folder, images)).flatten(1).float() / 255
+        out[part] = (pixels - PIXEL_MEAN) / PIXEL_STD, read_idx(find(folder, labels)).long()
+    return out
+
+
+def find(folder, name):
+    """Return the path of an idx file, compressed or not, or None."""
+    return next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
+
+
+def read_idx(path):
+    """Read an idx file: two zero bytes, the type (8, unsigned bytes), the number of dimensions, these, the data."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    if data[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is not an idx file of unsigned bytes; remove it and let torchvision download it")
+    shape = np.frombuffer(data, ">i4", count=data[3], offset=4)
+    return torch.from_numpy(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape).copy())
+
+
+def split(count, heldout, seed):
+    """Return the numbers of the training images and of the validation images: disjoint, and together all."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    held = round(heldout * count)
+    return order[held:], order[:held]
+
+
+def network():
+    sizes = (784, 1000, 1000, 1000)
+    hidden = [layer for i, o in pairwise(sizes) for layer in (nn.Linear(i, o), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
+
+
+def build(args, num_data):
+    """Return the Bayesian network and its optimizer."""
+    torch.manual_seed(args.seed)
+    options = PAPER.get(args.method, {}) | args.hparams
+    if "burnin" in options:
+        options["burnin"] *= math.ceil(num_data / args.batch_size)
+    model = bayesify(network(), args.method, prior_mean="zero", **options)
+    groups = param_groups(model, args.lr, lr_sig=args.lr_sig)
+    if args.method == "sgld":
+        return model, SGLD(model, groups, num_data=num_data, momentum=args.momentum)
+    return model, torch.optim.SGD(groups, momentum=args.momentum, fused=True)
+
+
+def train_epoch(model, optimizer, images, labels, batch_size, rates):
+    """Take one pass over the training images and return their mean loss; `rates` scales the learning rate by step."""
+    model.train()
+    base = [group["lr"] for group in optimizer.param_groups]
+    total = 0.0
+    for batch, rate in zip(torch.randperm(len(images)).split(batch_size), rates, strict=True):
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * rate
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images[batch]), labels[batch])
+        (loss + penalty(model, num_data=len(images))).backward()
+        optimizer.step()
+        total += loss.item() * len(batch)
+    for group, lr in zip(optimizer.param_groups, base, strict=True):
+        group["lr"] = lr
+    return total / len(images)
+
+
+def rates_of(epoch, args, steps):
+    """Return the factor of the learning rate at every step of an epoch."""
+    if args.schedule == "constant":
+        return [1.0] * steps
+    return [(1 + math.cos(math.pi * (epoch + step / steps) / args.epochs)) / 2 for step in range(steps)]
+
+
+def batches(images, labels):
+    return list(zip(images.split(PREDICT_BATCH), labels.split(PREDICT_BATCH), strict=True))
+
+
+def train(args, model, optimizer, data, deadline):
+    """Train until the validation loss stops improving; return the history, or None where time ran out."""
+    last = args.log_dir / "last.pt"
+    history = resume(last, args, model, optimizer)
+    images, labels = data["train"]
+    steps = math.ceil(len(images) / args.batch_size)
+    burnin = args.hparams.get("burnin", 0)  # until then there is nothing that could be sampled
+    while not finished(history, args):
+        if time.time() > deadline:
+            return None
+        epoch, started = len(history), time.time()
+        loss = train_epoch(model, optimizer, images, labels, args.batch_size, rates_of(epoch, args, steps))
+        entry = {"epoch": epoch + 1, "train_loss": loss}
+        due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
+        if due and epoch >= burnin:
+            validation = predict(model, batches(*data["val"]), samples=0)
+            entry |= {"val_loss": validation.scores["nll"], "val_error": validation.scores["error"]}
+            if entry["val_loss"] < min((e["val_loss"] for e in history if "val_loss" in e), default=math.inf):
+                save(model, args.log_dir / "best")
+        history.append(entry | {"seconds": time.time() - started})
+        remember(last, args, model, optimizer, history)
+        print(" ".join(f"{k} {v:.4g}" for k, v in history[-1].items()), flush=True)
+    return history
+
+
+def finished(history, args):
+    """Tell whether all epochs are over, or the last better one is too long ago."""
+    best = best_of(history)
+    return len(history) >= args.epochs or (best is not None and len(history) - best["epoch"] >= args.patience)
+
+
+def best_of(history):
+    return min((e for e in history if "val_loss" in e), key=lambda e: e["val_loss"], default=None)
+
+
+def settings_of(args):
+    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+
+
+def remember(path, args, model, optimizer, history):
+    """Write what `resume` needs, by one atomic rename, and the log."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    torch.save(state | {"history": history, "settings": settings_of(args)}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").replace(path)
+    path.with_name("log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in history))
+
+
+def resume(path, args, model, optimizer):
+    """Go on where an earlier run stopped, if there was one, and return its history."""
+    if not path.is_file():
+        return []
+    state = torch.load(path, weights_only=True)
+    check_settings(path, state["settings"], args)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    return state["history"]
+
+
+def check_settings(path, saved, args):
+    """Raise if a log folder holds a run of other settings."""
+    now = settings_of(args)
+    differ = sorted(name for name in now.keys() | saved.keys() if now.get(name) != saved.get(name))
+    if differ:
+        raise SystemExit(f"{path} is of a run with other settings ({', '.join(differ)}); choose another --log_dir")
+
+
+def scores(probs, labels):
+    return {
+        "error": metrics.error(probs, labels),
+        "nll": metrics.nll(probs, labels),
+        "ece": metrics.ece(probs, labels),
+        "mce": metrics.mce(probs, labels),
+        "ece_pooled": metrics.ece(probs, labels, kind="pooled"),
+        "mce_pooled": metrics.mce(probs, labels, kind="pooled"),
+        "brier": metrics.brier(probs, labels),
+    }
+
+
+def evaluate(args, model, data):
+    """Score the posterior mean and the samples, as they are and at the temperature that suits the validation images."""
+    out = {"val": {}, "test": {}, "temperature": {}}
+    for count in sorted({0, SAMPLES, args.hparams.get("nst", SAMPLES)}):
+        name = f"nst{count}"
+        found = {part: predict(model, batches(*data[part]), samples=count, seed=args.seed) for part in ("val", "test")}
+        for part, predictive in found.items():
+            out[part][name] = scores(predictive.probs, predictive.labels)
+        try:
+            fitted = metrics.fit_temperature(found["val"].logits, found["val"].labels)
+        except metrics.TemperatureError as error:
+            print(f"{name}: no temperature, {error}")
+            continue
+        labels, logits = found["test"].labels, found["test"].logits
+        out["temperature"][name] = {"T": float(fitted), "test": scores(fitted.apply(logits), labels)}
+        pictures = {"reliability": plots.reliability_pair(logits, labels, fitted)}
+        pictures["temperature"] = plots.temperature_curve(fitted, title=f"{args.method}, {name}, validation images")
+        for kind, figure in pictures.items():
+            figure.savefig(args.log_dir / f"{kind}_{name}.png", dpi=150)
+    return out
+
+
+def run(args, deadline=math.inf):
+    """Train, evaluate and write `result.json`; return it, or None where the deadline came first."""
+    target = args.log_dir / "result.json"
+    if target.is_file():
+        result = json.loads(target.read_text())
+        check_settings(target, result["settings"], args)
+        return result
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    torch.set_flush_denormal(True)
+    data = load_mnist(args.data_root)
+    images, labels = data["train"]
+    parts = dict(zip(("train", "val"), split(len(images), args.val_heldout, args.seed), strict=True))
+    data |= {part: (images[numbers], labels[numbers]) for part, numbers in parts.items()}
+    model, optimizer = build(args, len(parts["train"]))
+    history = train(args, model, optimizer, data, deadline)
+    if history is None:
+        return None
+    started = time.time()
+    load(model, args.log_dir / "best")
+    if args.method == "la":
+        from bayesify import fit_laplace
+
+        fit_laplace(model, batches(*data["train"]), tune=args.tune)
+    result = {
+        "settings": settings_of(args),
+        "images": {part: len(labels) for part, (_, labels) in data.items()},
+        **evaluate(args, model, data),
+        "best_epoch": best_of(history)["epoch"],
+        "epochs": len(history),
+        "seconds": {"training": sum(e["seconds"] for e in history), "evaluation": time.time() - started},
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    if args.method == "la":
+        save(model, args.log_dir / "best")
+    target.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
+    target.with_suffix(".tmp").replace(target)
+    return result
+
+
+def main():
+    args = parse()
+    result = run(args)
+    for name, found in result["test"].items():
+        print(f"test, {name}: " + ", ".join(f"{metric} {value:.4f}" for metric, value in found.items()))
+    print(f"see {args.log_dir}")
+
+
+if __name__ == "__main__":
+    main()
