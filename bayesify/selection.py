@@ -5,6 +5,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -113,7 +114,9 @@ def _matches(every: list[Candidate], patterns: Patterns, argument: str) -> set[i
     if callable(patterns):
         return {id(c) for c in every if patterns(c.name, c.param)}
     chosen: set[int] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else list(patterns):
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} takes a glob pattern, several of them, or a callable, got {patterns!r}")
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         hits = {id(c) for c in every if matches(pattern, c.names, argument)}
         if not hits:
             raise unmatched(pattern, every, argument)
@@ -166,7 +169,7 @@ def _is_state_dict(value: Any) -> bool:
 
 def _sig(candidate: Candidate, value: Any) -> float:
     """Validate a prior scale."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"prior_sig must be a number or a mapping from patterns to numbers, got {value!r}")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"prior_sig of {candidate.name!r} must be positive and finite, got {value!r}")
