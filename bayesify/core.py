@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bayesify import caches
+from bayesify import caches, fused
 from bayesify import noise as noises
 from bayesify.draws import MEAN, Draw, Enter, Leave, Mode, Scope, Site, override
 from bayesify.methods.base import Method, resolve
@@ -117,6 +117,7 @@ def check_parameters(every: list[Candidate]) -> None:
 
 def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Posterior]]) -> Scope:
     """Register ready posteriors on their parameters, and the hooks that tell where a forward begins and ends."""
+    fused.watch()
     orders = {id(m): tuple(m._parameters) for m in model.modules()}
     sites = [Site(m, a, orders[id(m)]) for c, _ in posteriors for m, a in c.places]
     scope = Scope(method, [p for _, p in posteriors], sites, caches.find(model))
