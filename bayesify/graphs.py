@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 SHAPING = frozenset(
-    "Alias Clone Exp Flip Neg Permute ReshapeAlias Roll Select Sigmoid Slice Softplus Split SplitWithSizes Squeeze T Tanh "
-    "ToCopy Transpose Unbind UnsafeSplit UnsafeView Unsqueeze UpsampleBicubic UpsampleBicubic2D UpsampleBicubic2DAa "
-    "UpsampleBilinear2D UpsampleBilinear2DAa View".split()
+    (
+        *("Alias", "Clone", "Permute", "ReshapeAlias", "Slice", "Split", "SplitWithSizes"),
+        *("T", "ToCopy", "Transpose", "Unbind", "UnsafeSplit", "View"),
+    )
 )
-"""Operations on a parameter alone, that no example has a part in."""
-
-SPREADING = frozenset(("Embedding", "Expand", "Index", "IndexSelect", "Repeat"))
-"""Operations on a parameter alone, which may give each example its own copy or rows."""
+"""Operations whose result has a part for each example only if their input has; on a parameter they need no trial."""
 
 
 def kind(node: Node) -> str:
@@ -30,10 +28,10 @@ def kind(node: Node) -> str:
 
 
 class Read(NamedTuple):
-    """`reader` takes output `output` of a node as its input `index`."""
+    """`reader` takes output `output` of a node as its input `place`."""
 
     reader: Node
-    index: int
+    place: int
     output: int
 
 
@@ -45,17 +43,19 @@ class Step(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A place where a parameter, or what `steps` make of it, meets the examples: input `index` of `node`.
+    """A place where a parameter, or what `steps` make of it, meets the examples: input `place` of `node`.
 
     Attributes:
+        param: The parameter.
         node: The operation.
-        index: Which of its inputs.
+        place: Which of its inputs.
         steps: What was done to the parameter before, first to last.
         shape: The shape of the input.
     """
 
+    param: Tensor
     node: Node
-    index: int
+    place: int
     steps: tuple[Step, ...]
     shape: torch.Size
 
@@ -81,44 +81,35 @@ class Graph:
             elif node not in self.inputs:
                 self.inputs[node] = []
                 stack.append((node, True))
-                for index, (below, output) in enumerate(node.next_functions):
+                for place, (below, output) in enumerate(node.next_functions):
                     if below is not None:
                         self.inputs[node].append(below)
-                        self.readers.setdefault(below, []).append(Read(node, index, output))
+                        self.readers.setdefault(below, []).append(Read(node, place, output))
                         stack.append((below, False))
                 if (variable := getattr(node, "variable", None)) is not None:
                     self.leaves[id(variable)] = node
 
-    def candidates(self, param: Tensor) -> set[Node]:
-        """Return the nodes at which a parameter may first meet the examples."""
-        found, todo = set(), [self.leaves[id(param)]]
-        while todo:
-            for read in self.readers.get(todo.pop(), ()):
-                name = kind(read.reader)
-                if name not in SHAPING:
-                    found.add(read.reader)
-                if name in SHAPING or name in SPREADING:
-                    todo.append(read.reader)
-        return found
-
-    def uses(self, param: Tensor, separates: Callable[[Node], bool]) -> Iterator[Use]:
-        """Yield a parameter's uses.
+    def uses(self, param: Tensor, separates: Callable[[Node], bool | None]) -> Iterator[Use]:
+        """Yield a parameter's uses: the operations above it whose result has a part for each example.
 
         Args:
             param: The parameter.
-            separates: Tells whether the output of a node has a part for each example.
+            separates: Tells whether a node's result has, or None where this is not known.
         """
-        todo: list[tuple[Node, tuple[Step, ...]]] = [(self.leaves[id(param)], ())]
+        leaf = self.leaves[id(param)]
+        todo: list[tuple[Node, tuple[Step, ...]]] = [(leaf, ())]
+        seen = {leaf}
         while todo:
             node, steps = todo.pop()
             for read in self.readers.get(node, ()):
-                above = (*steps, Step(node, read.output)) if node is not self.leaves[id(param)] else ()
-                name = kind(read.reader)
-                if name in SHAPING or (name in SPREADING and not separates(read.reader)):
-                    todo.append((read.reader, above))
-                else:
+                above = () if node is leaf else (*steps, Step(node, read.output))
+                if kind(read.reader) not in SHAPING and separates(read.reader) is not False:
                     shape = _shape(above[-1]) if above else param.shape
-                    yield Use(read.reader, read.index, above, shape)
+                    yield Use(param, read.reader, read.place, above, shape)
+                elif read.reader not in seen:
+                    # Two ways to one operation are one: autograd goes down both.
+                    seen.add(read.reader)
+                    todo.append((read.reader, above))
 
     def backward(
         self,
@@ -126,7 +117,6 @@ class Graph:
         seed: Tensor,
         watched: Mapping[Node, Callable[[Tensor], None]],
         *,
-        keep: bool,
         inputs: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, ...]:
         """Run a backward pass that stops at the lowest watched nodes, so that no parameter's gradient is computed.
@@ -135,7 +125,6 @@ class Graph:
             output: What this graph was made from.
             seed: Its gradient.
             watched: Called with the gradient that arrives at (the first output of) each node.
-            keep: Whether the graph is needed again.
             inputs: Tensors whose gradients are wanted nevertheless.
 
         Returns:
@@ -144,8 +133,8 @@ class Graph:
         lowest = self._lowest(watched)
         hooks = [n.register_prehook(partial(_tell, tell)) for n, tell in watched.items() if n not in lowest]
         try:
-            wanted = [*inputs, *(GradientEdge(n, 0) for n in lowest)]
-            found = torch.autograd.grad(output, wanted, seed, retain_graph=keep, allow_unused=True) if wanted else ()
+            wanted: list[Any] = [*inputs, *(GradientEdge(n, 0) for n in lowest)]
+            found = torch.autograd.grad(output, wanted, seed, retain_graph=True, allow_unused=True) if wanted else ()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -174,22 +163,20 @@ def _tell(tell: Callable[[Tensor], None], grads: tuple[Tensor | None, ...]) -> N
         tell(grads[0])
 
 
-def apply_steps(grads: Tensor, steps: Sequence[Step]) -> Tensor:
-    """Carry gradients, one per example along dim 0, from the end of a parameter's steps back to the parameter."""
-    for node, output in reversed(steps):
+def apply_steps(grads: Tensor, use: Use) -> Tensor:
+    """Carry gradients, one per example along dim 0, from a use back to the parameter itself."""
+    for node, output in reversed(use.steps):
         match kind(node):
             case "T":
                 grads = grads.mT if grads.dim() == 3 else grads
             case "View" | "UnsafeView" | "ReshapeAlias":
                 grads = grads.reshape(len(grads), *node._saved_self_sym_sizes)  # type: ignore[attr-defined]
             case _:
-                count = len(node._input_metadata)
-                grads = torch.stack([call(node, g, output, count) for g in grads])
+                return torch.stack([pull(node, output, use.param, g) for g in grads])
     return grads
 
 
-def call(node: Node, grad: Tensor, output: int = 0, count: int = 1) -> Tensor:
-    """Return what an operation's own backward makes of a gradient of one of its outputs."""
-    found: Any = node(*(grad if i == output else None for i in range(count)))
-    result: Tensor = found[0] if isinstance(found, tuple) else found
-    return result
+def pull(node: Node, output: int, param: Tensor, grad: Tensor) -> Tensor:
+    """Carry the gradient of an operation's output back to a parameter below it."""
+    found: Tensor = torch.autograd.grad(GradientEdge(node, output), param, grad, retain_graph=True)[0]
+    return found

@@ -6,13 +6,13 @@ that arrives there. Whatever is not understood raises `NoRuleError`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesify.graphs import Step, Use, apply_steps, call, kind
+from bayesify.graphs import Use, apply_steps, kind, pull
 
 BLOCK = 1 << 18
 """Elements of per-example gradients that are worked on at a time: about what a cache holds."""
@@ -34,8 +34,8 @@ class Layout(NamedTuple):
         if size % batch:
             raise NoRuleError
         if self.inner:
-            return tensor.unflatten(self.dim, (size // batch, batch)).movedim(self.dim + 1, 0)
-        return tensor.unflatten(self.dim, (batch, size // batch)).movedim(self.dim, 0)
+            return torch.unflatten(tensor, self.dim, (size // batch, batch)).movedim(self.dim + 1, 0)
+        return torch.unflatten(tensor, self.dim, (batch, size // batch)).movedim(self.dim, 0)
 
     def owners(self, size: int, batch: int) -> Tensor:
         """Return to which example each index along `dim` belongs."""
@@ -47,24 +47,30 @@ class Part(ABC):
     """The gradients of each example through one use of a parameter."""
 
     batch: int
-    steps: tuple[Step, ...] = ()
+    use: Use
 
     @abstractmethod
+    def local_grads(self, start: int, stop: int) -> Tensor:
+        """Return the gradients of some examples with respect to the input of the use."""
+
     def grads(self, start: int, stop: int) -> Tensor:
-        """Return the gradients of some examples, (stop - start, *shape), before `steps`."""
+        """Return the gradients of some examples, (stop - start, *shape of the parameter)."""
+        return apply_steps(self.local_grads(start, stop), self.use)
 
     def add_squares(self, total: Tensor) -> None:
         """Add the sum over the examples of the squared gradients, where this use is the only one."""
-        for chunk in chunks(self.batch, total.numel()):
-            _add_squares(total, apply_steps(self.grads(*chunk), self.steps))
+        for start, stop in chunks(self.batch, total.numel()):
+            add_squares(total, self.grads(start, stop))
 
 
-def _add_squares(total: Tensor, grads: Tensor) -> None:
+def add_squares(total: Tensor, grads: Tensor) -> None:
+    """Add the sum over dim 0 of the squares."""
+    grads = grads.to(total.dtype)
     if len(grads) == 1:
-        grad = grads[0].to(total.dtype)
-        total.addcmul_(grad, grad)
+        total.addcmul_(grads[0], grads[0])
     else:
-        total.add_(grads.to(total.dtype).square().sum(0))
+        # Gradients may be views of what others still read: never squared in place.
+        total.add_(grads.square().sum(0))
 
 
 def chunks(batch: int, size: int) -> Iterator[tuple[int, int]]:
@@ -79,7 +85,7 @@ class Summed(Part):
     def __init__(self, values: Tensor) -> None:
         self.values, self.batch = values, len(values)
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def local_grads(self, start: int, stop: int) -> Tensor:
         """Return them."""
         return self.values[start:stop]
 
@@ -91,7 +97,7 @@ class Product(Part):
         self.left, self.right, self.shape = left, right, shape
         self.batch = len(left)
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def local_grads(self, start: int, stop: int) -> Tensor:
         """Return the products, in the shape of the parameter."""
         return (self.left[start:stop].mT @ self.right[start:stop]).view(stop - start, *self.shape)
 
@@ -101,7 +107,7 @@ class Product(Part):
 
     def add_squares(self, total: Tensor) -> None:
         """Add sum_n (left_n^T right_n)^2; for one row per example this is (left^2)^T (right^2)."""
-        if self.steps:
+        if self.use.steps:
             return super().add_squares(total)
         left, right = (t.to(total.dtype) for t in (self.left, self.right))
         flat = total.view(left.shape[2], right.shape[2])
@@ -136,7 +142,7 @@ class Convolved(Part):
         )
         self.inputs, self.outputs, self.batch = inputs, outputs, len(inputs)
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def local_grads(self, start: int, stop: int) -> Tensor:
         """Return the weight's gradients."""
         backward, which = torch.ops.aten.convolution_backward, [False, True, False]
         found = [
@@ -153,7 +159,7 @@ class Looked(Part):
         self.rows, self.outputs, self.shape = rows, outputs, shape
         self.batch = len(rows)
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def local_grads(self, start: int, stop: int) -> Tensor:
         """Return dense gradients, for tables that are tied to another use."""
         rows, outputs = self.rows[start:stop], self.outputs[start:stop]
         out = outputs.new_zeros(stop - start, *self.shape)
@@ -161,7 +167,7 @@ class Looked(Part):
 
     def add_squares(self, total: Tensor) -> None:
         """Add the squares, row by row of what was looked up."""
-        if self.steps:
+        if self.use.steps:
             return super().add_squares(total)
         count = self.shape[0]
         # A row that an example looks up twice is summed before it is squared.
@@ -174,39 +180,44 @@ class Looked(Part):
 
 
 class Masked(Part):
-    """The gradients by an operation's own backward, with the other examples' part set to zero."""
+    """The gradients by autograd itself, with the other examples' part of what arrives set to zero."""
 
-    def __init__(self, node: Any, grad: Tensor, layout: Layout, batch: int) -> None:
-        self.node, self.grad, self.batch = node, grad, batch
+    def __init__(self, use: Use, grad: Tensor, layout: Layout, batch: int) -> None:
+        self.grad, self.batch = grad, batch
         view = [1] * grad.dim()
         view[layout.dim] = -1
         self.owners = layout.owners(grad.shape[layout.dim], batch).to(grad.device).view(view)
 
+    def local_grads(self, start: int, stop: int) -> Tensor:
+        """Return the gradients of the parameter itself."""
+        alone = (self.grad * (self.owners == n) for n in range(start, stop))
+        return torch.stack([pull(self.use.node, 0, self.use.param, grad) for grad in alone])
+
     def grads(self, start: int, stop: int) -> Tensor:
-        """Return the gradients."""
-        return torch.stack([call(self.node, self.grad * (self.owners == n)) for n in range(start, stop)])
+        """Return them: autograd has gone all the way."""
+        return self.local_grads(start, stop)
 
 
-def part_of(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
+def part_of(use: Use, grad: Tensor, layouts: Sequence[Layout], batch: int) -> Part:
     """Return the gradients of each example through one use.
 
     Args:
         use: The use.
         grad: The gradient that arrives at its output.
-        layout: Where the examples are in it.
+        layouts: Where the examples are in it; the first counts.
         batch: How many there are.
 
     Raises:
         NoRuleError: There is no rule for it.
     """
     try:
-        part = RULES[kind(use.node), use.index](use, grad, layout, batch)
-    except (KeyError, AttributeError) as error:
+        part = RULES[kind(use.node), use.place](use, grad, layouts[0], batch)
+    except (KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise NoRuleError from error
-    part.steps = use.steps
+    part.use = use
     if isinstance(part, Product) and use.steps and kind(use.steps[-1].node) == "T":
         part.transpose()
-        part.steps = use.steps[:-1]
+        part.use = use._replace(steps=use.steps[:-1])
     return part
 
 
@@ -261,6 +272,12 @@ def _multiplied(other: str) -> Callable[..., Part]:
     return rule
 
 
+def _prelu(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
+    """Rule for the slope of a PReLU, which multiplies what is negative."""
+    node: Any = use.node
+    return _sum_to(grad * node._saved_self.clamp(max=0), layout, batch, use.shape)
+
+
 def _convolution(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
     """Rule for a convolution's weight."""
     node: Any = use.node
@@ -270,7 +287,7 @@ def _convolution(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
     plain = math.prod(use.shape[2:]) == 1 and node._saved_groups == 1 and not node._saved_transposed
     if plain and not any(node._saved_padding) and all(s == 1 for s in node._saved_stride):
         # A 1x1 convolution is a linear map at every place.
-        return Product(*(t.movedim(2, -1).flatten(1, -2) for t in (d, x)), use.shape)
+        return Product(d.movedim(2, -1).flatten(1, -2), x.movedim(2, -1).flatten(1, -2), use.shape)
     return Convolved(node, x, d)
 
 
@@ -290,7 +307,7 @@ def _layer_norm(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
 
 
 def _batch_norm(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
-    """Rule for a BatchNorm's weight in eval mode: the gradient times (x - running mean)/sqrt(running variance + eps)."""
+    """Rule for a BatchNorm's weight in eval mode: the gradient times (x - mean)/sqrt(variance + eps), both running."""
     node: Any = use.node
     if node._saved_training:
         raise NoRuleError
@@ -334,8 +351,8 @@ def _copied(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
 
 
 def _own_backward(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
-    """Rule for what has but one input, and any way of spreading it over the examples."""
-    return Masked(use.node, grad, layout, batch)
+    """Rule for every other way of spreading a parameter over the examples."""
+    return Masked(use, grad, layout, batch)
 
 
 RULES: dict[tuple[str, int], Callable[[Use, Tensor, Layout, int], Part]] = {
@@ -357,6 +374,7 @@ RULES: dict[tuple[str, int], Callable[[Use, Tensor, Layout, int], Part]] = {
     ("Sub", 1): _added("_saved_alpha", -1),
     ("Mul", 0): _multiplied("_saved_other"),
     ("Mul", 1): _multiplied("_saved_self"),
+    ("PreluKernel", 1): _prelu,
     ("Embedding", 0): _embedding,
     ("Expand", 0): _copied,
     ("Repeat", 0): _own_backward,
