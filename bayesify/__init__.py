@@ -5,6 +5,7 @@ from bayesify.checkpoint import load, save
 from bayesify.core import bayesify, mean, named_posteriors, penalty, sample, samples, unbayesify
 from bayesify.groups import param_groups
 from bayesify.langevin import SGLD
+from bayesify.laplace import fit_laplace
 from bayesify.overview import summary
 from bayesify.prediction import predict
 
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SGLD",
     "bayesify",
+    "fit_laplace",
     "load",
     "mean",
     "methods",

@@ -93,7 +93,7 @@ def predict(
     tally: ClassificationTally | RegressionTally = TALLIES[task](keep=keep_samples)
     labels: dict[int, Any] = {}
     device = device_of(model)
-    with _evaluation(model), _bar(batches, len(modes), progress) as bar:
+    with evaluation(model), _bar(batches, len(modes), progress) as bar:
         for sample, batch_index, batch, mode in _turns(batches, modes):
             inputs, target = split_batch(batch)
             labels[batch_index] = target
@@ -146,7 +146,7 @@ def _turns(batches: Iterable[Any], modes: list[Mode]) -> Iterator[tuple[int, int
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients; training flags and torch's global generator are as before afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     state = torch.get_rng_state()

@@ -56,6 +56,8 @@ class LaplacePosterior(MomentsPosterior):
     missing = "Laplace has not been fitted; call bayesify.fit_laplace(model, loader) after training"
 
     deviation: Tensor | None
+    tuned: str = ""
+    """How prior_sig was chosen, if `fit_laplace` chose it."""
 
     @property
     def std(self) -> Tensor:
@@ -68,7 +70,11 @@ class LaplacePosterior(MomentsPosterior):
         if self.deviation is None:
             return "not fitted"
         points = int((self.deviation == 0).sum())
-        return "" if points == 0 else f"{points} elements without variance"
+        notes = (
+            f"prior_sig by {self.tuned}" if self.tuned else "",
+            "" if points == 0 else "no variance" if points == self.deviation.numel() else f"{points} without variance",
+        )
+        return ", ".join(n for n in notes if n)
 
     def spread(self, curvature: Tensor | None, sig: float, damping: float) -> Tensor:
         """Return sqrt(v) for a curvature h (sum over the data), in the state's dtype.
