@@ -171,7 +171,7 @@ def _sig(candidate: Candidate, value: Any) -> float:
     """Validate a prior scale."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"prior_sig must be a number or a mapping from patterns to numbers, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < float(value) < math.inf:
         raise ValueError(f"prior_sig of {candidate.name!r} must be positive and finite, got {value!r}")
     return float(value)
 

@@ -154,7 +154,7 @@ def test_no_spread_trains_like_the_plain_model_with_l2(method: str):
         torch.testing.assert_close(m, p, rtol=0, atol=1e-6)
 
 
-# -- a fourth method, from outside the package: theta and energy are all it takes ---------------------------------------
+# -- a fourth method, from outside the package: theta and energy are all it takes --------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ def test_a_non_finite_prior_mean_is_refused():
     model = MLP()
     with torch.no_grad():
         model.out.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="prior mean of 'out.weight' is not finite"):
+    with pytest.raises(ValueError, match=r"prior mean of 'out\.weight' is not finite"):
         bayesify(model)
     bayesify(model, prior_mean={"out.*": "zero"})
 
