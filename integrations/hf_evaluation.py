@@ -90,6 +90,29 @@ def _flat(output: Any) -> Iterator[Tensor]:
             yield from _flat(entry)
 
 
+class PinnedSamples:
+    """A few posterior samples that a model can be, one after the other, as often as wanted.
+
+    Args:
+        model: The bayesified model, or what contains it.
+        samples: How many samples; 0 is the posterior mean.
+        seed: Which samples; those of `bayesify.samples(model, n, seed)`.
+    """
+
+    def __init__(self, model: nn.Module, samples: int, seed: int | None) -> None:
+        self.scopes = scopes_of(model)
+        self.modes = [Mode(draw=Draw(s, pinned=True)) for s in draw_seeds(samples, seed)] or [Mode(*MEAN)]
+        size = sum(p.original.nbytes for scope in self.scopes for p in scope.posteriors)
+        self.keeps_weights = size * samples <= KEPT_BYTES
+
+    def __iter__(self) -> Iterator[int]:
+        for i, mode in enumerate(self.modes):
+            with override(self.scopes, mode):
+                yield i
+            if mode.draw is not None and not self.keeps_weights:
+                mode.draw.values.clear()
+
+
 class Evaluation:
     """One pass over an evaluation set: the same draws for every batch, and the scores of all items.
 
@@ -101,37 +124,15 @@ class Evaluation:
     """
 
     def __init__(self, model: nn.Module, samples: int | None, *, seed: int, shifts: bool) -> None:
-        self.scopes = scopes_of(model)
         if samples is None:
-            samples = max(scope.method.nst for scope in self.scopes)
-        self.samples = samples if self._ready() else 0
-        draws = [Draw(s, pinned=True) for s in draw_seeds(self.samples, seed)]
-        self.modes = [Mode(draw=draw) for draw in draws] or [Mode(*MEAN)]
-        size = sum(p.original.nbytes for scope in self.scopes for p in scope.posteriors)
-        self.keeps_weights = size * self.samples <= KEPT_BYTES
+            samples = max(scope.method.nst for scope in scopes_of(model))
+        self.samples = samples if can_be_sampled(model) else 0
+        self.each_sample = PinnedSamples(model, self.samples, seed)
         self.shifts = shifts
         self.problem = getattr(getattr(model, "config", None), "problem_type", None)
         self.rows: list[Tensor] = []
         self.squared_errors: list[Tensor] = []
         self.variances: list[Tensor] = []
-
-    def _ready(self) -> bool:
-        """Tell whether the posterior can be sampled: SGLD needs moments, Laplace its fit."""
-        try:
-            for scope in self.scopes:
-                for posterior in scope.posteriors:
-                    posterior.check_ready()
-        except RuntimeError:
-            return False
-        return True
-
-    def each_sample(self) -> Iterator[None]:
-        """Let the model be one sample after the other."""
-        for mode in self.modes:
-            with override(self.scopes, mode):
-                yield
-            if mode.draw is not None and not self.keeps_weights:
-                mode.draw.values.clear()
 
     def kind(self, output: Any, labels: Any) -> str:
         """Tell what the main output is: "classes", "labels" (several at a time) or "values"."""
@@ -192,3 +193,14 @@ class Evaluation:
                 "std": float(torch.cat(self.variances).mean().sqrt()),
             }
         return {**out, "posterior_samples": float(self.samples)} if out else out
+
+
+def can_be_sampled(model: nn.Module) -> bool:
+    """Tell whether the posterior can be sampled already: SGLD needs moments, Laplace its fit."""
+    try:
+        for scope in scopes_of(model):
+            for posterior in scope.posteriors:
+                posterior.check_ready()
+    except RuntimeError:
+        return False
+    return True

@@ -76,11 +76,11 @@ def from_pretrained(
     Args:
         dir: The folder, or the id of a repository on the hub.
         model_class: Such as `AutoModelForSequenceClassification`; by default the class that the folder names.
-        base: For adapters, the base model; by default the one that the adapter names.
-        **options: For the class's `from_pretrained`, such as `dtype` or `revision`.
+        base: For adapters, the base model; by default the one that the adapter names, as `model_class`.
+        **options: For the class's `from_pretrained`, such as `dtype`.
 
     Returns:
-        The model, in eval mode, as `from_pretrained` always gives it.
+        The model, in eval mode but for adapters, as their own `from_pretrained` gives it.
 
     Raises:
         ValueError: The folder has no posterior, no configuration, or does not fit the model.
@@ -92,20 +92,16 @@ def from_pretrained(
             "with its own from_pretrained and call bayesify on it"
         )
     adapter = cached_file(dir, ADAPTER_CONFIG, _raise_exceptions_for_missing_entries=False)
-    if adapter is not None:
-        model = _adapted(dir, base, options)
-    else:
+    if adapter is None:
         model = (model_class or _named_class(dir)).from_pretrained(dir, **options)
+    else:
+        import peft
+
+        if base is None:
+            origin = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+            base = (model_class or _named_class(origin)).from_pretrained(origin, **options)
+        model = peft.PeftModel.from_pretrained(base, dir, is_trainable=True)
     return load(model, Path(posterior).parent)
-
-
-def _adapted(dir: "str | os.PathLike[str]", base: nn.Module | None, options: dict[str, Any]) -> Any:  # noqa: A002
-    """Load an adapter on its base model."""
-    import peft
-
-    if base is None:
-        return peft.AutoPeftModel.from_pretrained(dir, is_trainable=True, **options)
-    return peft.PeftModel.from_pretrained(base, dir, is_trainable=True, **options)
 
 
 def _named_class(dir: "str | os.PathLike[str]") -> Any:  # noqa: A002

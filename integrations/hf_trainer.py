@@ -86,7 +86,7 @@ class BayesTrainerMixin(LossMixin):
         self._steps_per_epoch = values[1]
         return values
 
-    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: Any) -> Any:
         """Create the optimizer of `args.optim` on `param_groups`, or the sampler of method "sgld"."""
         model = args[0] if args and args[0] is not None else self.model
         sampled = [scope for scope in scopes_of(model) if scope.method.name == "sgld"]
@@ -219,7 +219,7 @@ class BayesTrainerMixin(LossMixin):
                 )
             return step
         losses, average, labels = [], None, None
-        for _ in evaluation.each_sample():
+        for _ in evaluation.each_sample:
             loss, output, labels = super().prediction_step(model, dict(inputs), False, ignore_keys, **kwargs)
             losses += [] if loss is None else [loss]
             average = average or Average(evaluation.kind(output, labels))
