@@ -22,7 +22,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import SGLD, bayesify, load, metrics, param_groups, penalty, plots, predict, save
+from bayesify import (
+    SGLD,
+    bayesify,
+    fit_laplace,
+    load,
+    metrics,
+    named_posteriors,
+    param_groups,
+    penalty,
+    plots,
+    predict,
+    save,
+)
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -32,6 +44,7 @@ PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 PAPER = {"vi": {"link": "clamp", "init_sig": 1e-6}}  # what the paper's runs have and its flags do not say
 SAMPLES = 5
 PREDICT_BATCH = 2000
+TUNE_BATCHES = 3
 NOT_SETTINGS = ("data_root", "log_dir")  # where a run happens, not what it is
 
 
@@ -48,7 +61,9 @@ def parse(argv=None):
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--val_heldout", type=float, default=0.5, help="fraction of the training images")
-    parser.add_argument("--tune", default=None, help="how fit_laplace chooses the prior scale; None keeps prior_sig")
+    parser.add_argument(
+        "--tune", choices=("marglik", "val"), help="how Laplace chooses its scale; not given, it keeps it"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the split, the initial weights and everything else")
     data_root = os.environ.get("BAYESIFY_DATA", "data")
     parser.add_argument("--data_root", type=Path, default=Path(data_root), help="holds MNIST/raw, as in torchvision")
@@ -262,6 +277,14 @@ def evaluate(args, model, data):
     return out
 
 
+def fit(args, model, data):
+    """Fit the Laplace approximation around the trained weights, save it, and return its prior scale."""
+    few = batches(*data["val"])[:TUNE_BATCHES]
+    fit_laplace(model, batches(*data["train"]), tune=few if args.tune == "val" else args.tune)
+    save(model, args.log_dir / "best")
+    return {"fitted_prior_sig": next(posterior.prior_sig for _, posterior in named_posteriors(model))}
+
+
 def run(args, deadline=math.inf):
     """Train, evaluate and write `result.json`; return it, or None where the deadline came first."""
     target = args.log_dir / "result.json"
@@ -281,10 +304,7 @@ def run(args, deadline=math.inf):
         return None
     started = time.time()
     load(model, args.log_dir / "best")
-    if args.method == "la":
-        from bayesify import fit_laplace
-
-        fit_laplace(model, batches(*data["train"]), tune=args.tune)
+    about = fit(args, model, data) if args.method == "la" else {}
     result = {
         "settings": settings_of(args),
         "images": {part: len(labels) for part, (_, labels) in data.items()},
@@ -294,9 +314,8 @@ def run(args, deadline=math.inf):
         "seconds": {"training": sum(e["seconds"] for e in history), "evaluation": time.time() - started},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        **about,
     }
-    if args.method == "la":
-        save(model, args.log_dir / "best")
     target.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
     target.with_suffix(".tmp").replace(target)
     return result

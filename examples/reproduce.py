@@ -128,7 +128,7 @@ NARROW = [
     ),
 ]  # fmt: skip
 WIDE_LAPLACE = [
-    paper_run("la-wide", "Laplace, sigma=1", "la", LAPLACE.format("1.0", "informative"), flags="--tune marglik")
+    paper_run("la-wide", "Laplace, sigma=1", "la", LAPLACE.format("1.0", "informative"), flags="--tune val")
 ]
 OURS = []
 RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES]
