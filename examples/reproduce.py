@@ -72,14 +72,14 @@ HEADLINE = [
         "vi", "VI", "vi", VI.format("1.0", "informative"),
         {"nst0": (2.25, 0.12, 14.64, 8.11), "nst5": (2.75, 0.11, 11.71, 8.57)}, HEADLINE_SEEDS,
     ),
-    paper_run(
-        "mc_dropout", "MC-dropout, biases as weights", "mc_dropout", DROPOUT.format("1.0", "spikymix"),
-        {"nst0": (2.47, 0.32, 21.83, 11.28), "nst5": (2.43, 0.18, 11.19, 8.75)}, HEADLINE_SEEDS,
-    ),
     paper_run("vanilla", "vanilla, wd=0", "vanilla", "wd=0", {"nst0": (2.52, 0.22, 22.04, 9.54)}, HEADLINE_SEEDS),
     paper_run(
         "la", "Laplace, sigma=0.01", "la", LAPLACE.format("0.01", "informative"),
         {"nst0": (2.41, 0.24, 17.82, 9.45), "nst5": (1.51, 0.12, 8.04, 9.36)}, HEADLINE_SEEDS,
+    ),
+    paper_run(
+        "mc_dropout", "MC-dropout, biases as weights", "mc_dropout", DROPOUT.format("1.0", "spikymix"),
+        {"nst0": (2.47, 0.32, 21.83, 11.28), "nst5": (2.43, 0.18, 11.19, 8.75)}, HEADLINE_SEEDS,
     ),
     paper_run(
         "sgld", "SGLD", "sgld", SGLD.format("1.0", "informative"),
@@ -130,7 +130,14 @@ NARROW = [
 WIDE_LAPLACE = [
     paper_run("la-wide", "Laplace, sigma=1", "la", LAPLACE.format("1.0", "informative"), flags="--tune val")
 ]
-OURS = []
+OURS = [
+    Run(
+        "ours-vi",
+        "VI, our settings",
+        "--method vi --hparams prior_sig=0.1,init_sig=0.03,link=exp,kld=0.3,nst=5 --epochs 30 --lr 0.05 --lr_sig 5 "
+        "--schedule cosine --batch_size 128 --momentum 0.9 --val_heldout 0.5 --patience 10 --eval_every 2",
+    )
+]
 RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCORES = {"error", "nll", "ece", "mce", "ece_pooled", "mce_pooled"}
@@ -22,7 +23,14 @@ def mnist(monkeypatch):
 
 
 @pytest.fixture
-def reproduce(monkeypatch, tmp_path):
+def small(mnist, monkeypatch):
+    """Give the example a network that trains in no time."""
+    monkeypatch.setattr(mnist, "network", lambda: nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10)))
+    return mnist
+
+
+@pytest.fixture
+def reproduce(mnist, monkeypatch, tmp_path):
     module = example(monkeypatch, "reproduce")
     monkeypatch.setattr(module, "WORK", tmp_path / "work")
     monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
@@ -31,9 +39,12 @@ def reproduce(monkeypatch, tmp_path):
 
 
 def example(monkeypatch, name):
+    """Import an example afresh, and forget it after the test."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module(name)
+    module = importlib.import_module(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
 
 
 @pytest.fixture
@@ -122,10 +133,10 @@ def test_network(mnist):
         ("la", "prior_sig=0.01,Ninflate=1e3,nst=5"),
     ],
 )
-def test_a_run_from_end_to_end(mnist, data_root, tmp_path, method, hparams):
-    args = arguments(mnist, data_root, tmp_path / "log", "--method", method, "--hparams", hparams)
-    result = mnist.run(args)
-    assert result == json.loads((tmp_path / "log/result.json").read_text()) == mnist.run(args)
+def test_a_run_from_end_to_end(small, data_root, tmp_path, method, hparams):
+    args = arguments(small, data_root, tmp_path / "log", "--method", method, "--hparams", hparams)
+    result = small.run(args)
+    assert result == json.loads((tmp_path / "log/result.json").read_text()) == small.run(args)
     assert result["images"] == {"train": 120, "val": 120, "test": 90}
     for part in ("val", "test"):
         assert {"nst0", "nst5"} <= set(result[part])
@@ -160,9 +171,9 @@ class KilledError(Exception):
 
 
 @pytest.mark.parametrize(("method", "hparams"), [("vi", "kld=1e-5,nst=5"), ("sgld", "burnin=1,thin=2,nst=5")])
-def test_a_killed_run_goes_on_where_it_was(mnist, data_root, tmp_path, monkeypatch, method, hparams):
+def test_a_killed_run_goes_on_where_it_was(small, data_root, tmp_path, monkeypatch, method, hparams):
     flags = "--method", method, "--hparams", hparams, "--schedule", "cosine"
-    whole = mnist.run(arguments(mnist, data_root, tmp_path / "whole", *flags))
+    whole = small.run(arguments(small, data_root, tmp_path / "whole", *flags))
     epochs = []
 
     def die_in_the_second(*args):
@@ -171,26 +182,26 @@ def test_a_killed_run_goes_on_where_it_was(mnist, data_root, tmp_path, monkeypat
             raise KilledError
         return epochs[-1]
 
-    train_epoch = mnist.train_epoch
-    broken = arguments(mnist, data_root, tmp_path / "broken", *flags)
+    train_epoch = small.train_epoch
+    broken = arguments(small, data_root, tmp_path / "broken", *flags)
     with monkeypatch.context() as patch:
-        patch.setattr(mnist, "train_epoch", die_in_the_second)
+        patch.setattr(small, "train_epoch", die_in_the_second)
         with pytest.raises(KilledError):
-            mnist.run(broken)
+            small.run(broken)
     torch.manual_seed(123)
-    resumed = mnist.run(broken)
+    resumed = small.run(broken)
     assert resumed["test"] == whole["test"] and resumed["val"] == whole["val"]
 
 
-def test_a_log_folder_of_another_run(mnist, data_root, tmp_path):
-    args = arguments(mnist, data_root, tmp_path / "log", "--method", "vanilla")
-    assert mnist.run(args, deadline=0) is None
-    mnist.run(args)
+def test_a_log_folder_of_another_run(small, data_root, tmp_path):
+    args = arguments(small, data_root, tmp_path / "log", "--method", "vanilla")
+    assert small.run(args, deadline=0) is None
+    small.run(args)
     with pytest.raises(SystemExit, match=r"other settings \(lr\)"):
-        mnist.run(arguments(mnist, data_root, tmp_path / "log", "--method", "vanilla", "--lr", "0.01"))
+        small.run(arguments(small, data_root, tmp_path / "log", "--method", "vanilla", "--lr", "0.01"))
     (tmp_path / "log/result.json").unlink()
     with pytest.raises(SystemExit, match=r"other settings \(seed\)"):
-        mnist.run(arguments(mnist, data_root, tmp_path / "log", "--method", "vanilla", "--seed", "1"))
+        small.run(arguments(small, data_root, tmp_path / "log", "--method", "vanilla", "--seed", "1"))
 
 
 def test_early_stopping(mnist):
@@ -208,9 +219,9 @@ def test_cosine_schedule(mnist):
     assert rates[0] == 1 and rates == sorted(rates, reverse=True) and 0 < rates[-1] < 0.01
 
 
-def test_every_row_is_a_valid_command(mnist, reproduce):
+def test_every_row_is_a_valid_command(small, reproduce):
     for run in reproduce.RUNS:
-        mnist.build(mnist.parse(run.flags.split()), num_data=100)
+        small.build(small.parse(run.flags.split()), num_data=100)
     assert len({run.name for run in reproduce.RUNS}) == len(reproduce.RUNS)
 
 
@@ -229,7 +240,7 @@ def test_the_page_says_what_was_not_run(reproduce):
     assert "not run" in page and "| vanilla, wd=0 | 2.52 | not run |" in page
 
 
-def test_reproduce_runs_what_is_missing_and_writes_the_page(reproduce, data_root, monkeypatch):
+def test_reproduce_runs_what_is_missing_and_writes_the_page(small, reproduce, data_root, monkeypatch):
     flags = "--method vanilla --epochs 2 --batch_size 40"
     paper = {"nst0": (2.52, 0.22, 22.04, 9.54)}
     monkeypatch.setattr(reproduce, "HEADLINE", [reproduce.Run("vanilla", "vanilla, wd=0", flags, paper, seeds=2)])
