@@ -102,6 +102,8 @@ def check_parameters(every: list[Candidate]) -> None:
             continue
         if candidate.param.device.type == "meta":
             raise ValueError(f"{candidate.name!r} is on the meta device; load the weights first")
+        if is_sharded(candidate.param):
+            raise ValueError(f"{candidate.name!r} is sharded over devices; call bayesify first, then fully_shard")
         for module, attribute in candidate.places:
             if hasattr(nn.ModuleDict, attribute):
                 raise ValueError(
@@ -113,6 +115,11 @@ def check_parameters(every: list[Candidate]) -> None:
                     f"{candidate.name!r} has sparse gradients, which a posterior cannot have; set sparse=False on the "
                     f"embedding, or exclude={candidate.name!r}"
                 )
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Tell whether a parameter holds only this process's part of itself."""
+    return hasattr(param, "device_mesh")
 
 
 def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Posterior]]) -> Scope:
@@ -364,6 +371,11 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
         scale = scope.method.scale(num_data)
         for posterior in scope.posteriors:
             handle = scope.take_handle(posterior)
+            if is_sharded(posterior.original):
+                raise RuntimeError(
+                    f"{posterior.name!r} is sharded now; call penalty after the forward pass and before the backward "
+                    "pass, with fully_shard(..., reshard_after_forward=False)"
+                )
             if posterior in inside and not posterior.flat:
                 with torch.no_grad():
                     total += posterior.energy(posterior.original, scale).to(total.device)

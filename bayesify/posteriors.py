@@ -308,6 +308,8 @@ def sum_of_squares(tensor: Tensor, factor: float) -> Tensor:
 
 def square_norm(tensor: Tensor) -> Tensor:
     """Return sum x^2 in float64; by rows, because a float32 norm of ten million elements is off in the fourth digit."""
+    if tensor.numel() < ROW:
+        return tensor.double().square().sum()
     flat = tensor.reshape(-1)
     whole = flat.numel() // ROW * ROW
     rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)

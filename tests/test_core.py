@@ -420,6 +420,30 @@ def test_ddp_around_a_bayesified_model():
         torch.testing.assert_close(p.grad, f)
 
 
+@pytest.mark.usefixtures("process_group")
+def test_fully_sharded_parameters():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, found = init_device_mesh("cpu", (1,)), []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = bayesify(MLP(), init_sig=0.3)
+        if sharded:
+            for module in (model.inp, model):
+                fully_shard(module, mesh=mesh, reshard_after_forward=False)
+            with pytest.raises(RuntimeError, match=r"is sharded now; call penalty after the forward pass"):
+                penalty(model, 10)
+        torch.manual_seed(1)
+        loss = model(X).square().mean() + penalty(model, 10)
+        loss.backward()
+        found.append([loss.detach(), *(getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters())])
+    for plain, sharded in zip(*found, strict=True):
+        torch.testing.assert_close(plain, sharded)
+    with pytest.raises(ValueError, match="is sharded over devices; call bayesify first, then fully_shard"):
+        bayesify(fully_shard(nn.Linear(3, 3), mesh=mesh))
+
+
 # -- the forgotten penalty ---------------------------------------------------------------------------------------------
 
 

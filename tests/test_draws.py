@@ -771,3 +771,21 @@ def test_manual_seed_reproduces_a_training_run():
             optimizer.step()
         found.append(list(model.parameters()))
     assert all_equal(*found)
+
+
+def test_caches_of_eval_mode_do_not_outlive_a_draw():
+    """LeViT keeps its attention biases between forwards in eval mode."""
+    case = BY_NAME["levit"]
+    model = bayesify(case.build(), init_sig=0.1)
+    with torch.no_grad():
+        plain = case.output(model)
+        with sample(model, seed=1):
+            one = case.output(model)
+        assert torch.equal(case.output(model), plain)
+        for _ in samples(model, 1, seed=5):
+            two = case.output(model)
+        with sample(model, seed=1):
+            assert torch.equal(case.output(model), one)
+        with mean(model):
+            assert torch.equal(case.output(model), plain)
+    assert not torch.equal(one, two)

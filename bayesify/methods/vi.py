@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -52,17 +52,15 @@ class Link(NamedTuple):
 
 def softplus(rho: Tensor) -> Tensor:
     """Return log(1 + exp(rho)); without gradients by numpy, whose log1p is many times faster than torch's."""
-    plain = rho.device.type == "cpu" and rho.is_contiguous() and not (torch.is_grad_enabled() and rho.requires_grad)
-    if not plain or rho.dtype in LOW_PRECISION or rho.numel() == 0 or float(rho.detach().max()) > 20:
+    wants_grad = torch.is_grad_enabled() and rho.requires_grad
+    rho = rho if wants_grad else rho.detach()
+    plain = type(rho) is Tensor and rho.device.type == "cpu" and rho.is_contiguous() and rho.dtype not in LOW_PRECISION
+    if wants_grad or not plain or rho.numel() == 0 or float(rho.max()) > 20:
         return F.softplus(rho)
-    s = torch.empty_like(rho, requires_grad=False)
-    pairs = zip(torch.split(rho.detach().view(-1), CHUNK), torch.split(s.view(-1), CHUNK), strict=True)
-    threads.run([partial(_log1p_exp, source.numpy(), out.numpy()) for source, out in pairs])
+    # Never rho.numpy(): it forbids a tensor's memory to be resized, which sharded parameters need.
+    s = torch.exp(rho)
+    threads.run([partial(np.log1p, piece, out=piece) for piece in (t.numpy() for t in torch.split(s.view(-1), CHUNK))])
     return s
-
-
-def _log1p_exp(source: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
-    np.log1p(np.exp(source, out=out), out=out)
 
 
 def _softplus_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
