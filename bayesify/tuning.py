@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bayesify.core import scopes_of
 from bayesify.likelihood import Likelihood
 from bayesify.methods.la import LaplacePosterior
 from bayesify.posteriors import deviation
@@ -31,7 +32,7 @@ class Fitted(NamedTuple):
 EVIDENCE_RANGE = (-6.0, 3.0)  # powers of ten of prior_sig
 VALIDATION_RANGE = (-4.0, 1.0)
 COARSE = 0.5  # the grid's step, in powers of ten
-SAMPLES = 5
+LEAST_SAMPLES = 5  # fewer say more about themselves than about the prior
 HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
 
 
@@ -102,7 +103,8 @@ def by_validation(
 
 def validation_nll(model: nn.Module, data: Any, likelihood: Likelihood) -> float:
     """Return the mean over the examples of -log of the mean over samples of exp(-loss): the mixture's NLL."""
-    found = predict(model, data, samples=SAMPLES, seed=0, task="regression")
+    samples = max(LEAST_SAMPLES, *(scope.method.nst for scope in scopes_of(model)))
+    found = predict(model, data, samples=samples, seed=0, task="regression")
     if found.labels is None:
         raise ValueError("tune= needs data with labels")
     assert found.outputs is not None
