@@ -1,0 +1,400 @@
+"""Squared per-example gradients against a loop over the examples, for every way that a parameter can be used."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesify import curvature, rules
+from bayesify.curvature import SquaredGradients
+
+CLASSES = 3
+
+
+def one_by_one(params, run, count):
+    """The truth: a forward and a backward pass for every example alone."""
+    totals = {}
+    for n in range(count):
+        found = torch.autograd.grad(run(slice(n, n + 1)).sum(), list(params.values()), allow_unused=True)
+        for name, grad in zip(params, found, strict=True):
+            if grad is not None:
+                totals[name] = totals.get(name, 0) + grad**2
+    return totals
+
+
+def batched(params, run, count, size, few=3):
+    squares = SquaredGradients(params)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        output = run(slice(start, stop))
+        squares.add(output, [torch.ones_like(output)], lambda s=start: run(slice(s, s + few)))
+    return squares.totals
+
+
+def assert_exact(found, exact, rtol=1e-9):
+    assert found.keys() == exact.keys()
+    for name, total in exact.items():
+        # What is zero but for rounding (a key's bias) has no relative error.
+        torch.testing.assert_close(found[name], total, rtol=rtol, atol=rtol * float(total.max()) + 1e-25)
+
+
+class Lambda(nn.Module):
+    def __init__(self, function, **members):
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def param(*shape):
+    return nn.Parameter(torch.randn(shape))
+
+
+class LastFirst(nn.Module):
+    """Time comes first inside, as in nn.MultiheadAttention."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, ids):
+        return self.head(self.layer(self.table(ids).transpose(0, 1)).mean(0))
+
+
+def attend(m, x):
+    h = m.table(x)
+    return m.head(m.attention(h, h[:, :2], h[:, :2], need_weights=False)[0][:, 0])
+
+
+IMAGES, VECTORS, WORDS = (3, 8, 8), (7,), None
+
+CASES = {
+    "linear": (VECTORS, lambda: nn.Linear(7, CLASSES)),
+    "mlp": (VECTORS, lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, CLASSES, bias=False))),
+    "conv": (
+        IMAGES,
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(64, CLASSES)
+        ),
+    ),
+    "conv groups dilation": (
+        IMAGES,
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3, groups=3, padding="same", dilation=2), nn.PReLU(6), nn.Flatten(), nn.Linear(384, CLASSES)
+        ),
+    ),
+    "conv transposed": (
+        IMAGES,
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 2, 3, stride=2), nn.Flatten(), nn.Linear(578, CLASSES)),
+    ),
+    "conv 1d and 3d": (
+        IMAGES,
+        lambda: Lambda(
+            lambda m, x: m.b(m.a(x.flatten(2)).view(-1, 2, 4, 4, 4)).flatten(1)[:, :CLASSES],
+            a=nn.Conv1d(3, 2, 3, padding=1),
+            b=nn.Conv3d(2, 2, 3),
+        ),
+    ),
+    "conv over frames": (
+        IMAGES,
+        lambda: Lambda(
+            lambda m, x: m.a(x.reshape(-1, 1, 8, 8)).view(len(x), -1)[:, ::50][:, :CLASSES], a=nn.Conv2d(1, 2, 3)
+        ),
+    ),
+    "norms": (
+        IMAGES,
+        lambda: nn.Sequential(
+            nn.BatchNorm2d(3),
+            nn.Conv2d(3, 4, 3),
+            nn.GroupNorm(2, 4),
+            nn.LayerNorm([6, 6]),
+            nn.Flatten(),
+            nn.RMSNorm(144),
+            nn.Linear(144, CLASSES),
+        ),
+    ),
+    "sequence": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: m.b(m.a(m.table(x))).mean(1),
+            table=nn.Embedding(11, 6),
+            a=nn.Linear(6, 5),
+            b=nn.Linear(5, CLASSES),
+        ),
+    ),
+    "padding": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: m.a(m.table(x).sum(1)), table=nn.Embedding(11, 6, padding_idx=2), a=nn.Linear(6, CLASSES)
+        ),
+    ),
+    "attention": (
+        WORDS,
+        lambda: Lambda(
+            attend,
+            table=nn.Embedding(11, 6),
+            attention=nn.MultiheadAttention(6, 2, batch_first=True),
+            head=nn.Linear(6, CLASSES),
+        ),
+    ),
+    "time first": (WORDS, LastFirst),
+    "tied ends": (
+        WORDS,
+        lambda: Lambda(lambda m, x: (m.table(x).mean(1) @ m.table.weight.T)[:, :CLASSES], table=nn.Embedding(11, 6)),
+    ),
+    "used twice": (VECTORS, lambda: Lambda(lambda m, x: m.a(torch.tanh(m.a(x)))[:, :CLASSES], a=nn.Linear(7, 7))),
+    "bare parameters": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: (
+                (torch.cat([m.token.expand(len(x), -1, -1), m.table(x) * m.scale], 1) + m.places - m.shift).mean(1)[
+                    :, :CLASSES
+                ]
+                * m.log.exp()
+            ),
+            token=param(1, 1, 6),
+            table=nn.Embedding(11, 6),
+            scale=param(6),
+            places=param(1, 6, 6),
+            shift=param(6),
+            log=param(),
+        ),
+    ),
+    "positions": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: (m.table(x) + m.places(torch.arange(5)[None])).mean(1)[:, :CLASSES],
+            table=nn.Embedding(11, 6),
+            places=nn.Embedding(9, 6),
+        ),
+    ),
+    "a table that a network makes": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: (m.table(x) * m.make(torch.ones(5, 2).double())[None]).mean(1)[:, :CLASSES],
+            table=nn.Embedding(11, 6),
+            make=nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6)),
+        ),
+    ),
+    "einsum and repeat": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: torch.einsum("ntc,cd->nd", m.table(x) + m.token.repeat(len(x), 5, 1), m.weight),
+            table=nn.Embedding(11, 6),
+            token=param(1, 1, 6),
+            weight=param(6, CLASSES),
+        ),
+    ),
+    "weight of two parameters": (
+        VECTORS,
+        lambda: Lambda(
+            lambda m, x: x @ (m.a @ m.b + m.a.sum() * m.c), a=param(7, 2), b=param(2, CLASSES), c=param(7, 1)
+        ),
+    ),
+    "lstm": (
+        WORDS,
+        lambda: Lambda(
+            lambda m, x: m.head(m.lstm(m.table(x))[0][:, -1]),
+            table=nn.Embedding(11, 6),
+            lstm=nn.LSTM(6, 4, batch_first=True),
+            head=nn.Linear(4, CLASSES),
+        ),
+    ),
+}
+
+
+def case(name, count=6, seed=0):
+    torch.manual_seed(seed)
+    shape, make = CASES[name]
+    model = make().double().eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    x = torch.randint(11, (count, 5)) if shape is None else torch.randn(count, *shape, dtype=torch.float64)
+    labels = torch.randint(CLASSES, (count,))
+    params = dict(model.named_parameters())
+    return params, lambda s: F.cross_entropy(model(x[s]), labels[s], reduction="none")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 4, 6])
+def test_every_use_is_exact(name, size):
+    params, run = case(name)
+    assert_exact(batched(params, run, 6, size), one_by_one(params, run, 6))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_chunks_and_trials_on_the_whole_batch_give_the_same(name, monkeypatch):
+    monkeypatch.setattr(rules, "BLOCK", 5)
+    params, run = case(name)
+    assert_exact(batched(params, run, 6, 6, few=6), one_by_one(params, run, 6))
+
+
+@pytest.mark.parametrize("make", [nn.EmbeddingBag, nn.Bilinear])
+def test_what_has_no_rule_takes_the_slow_path_with_one_warning(make):
+    torch.manual_seed(0)
+    if make is nn.EmbeddingBag:
+        model, x = nn.Sequential(nn.EmbeddingBag(11, 4), nn.Linear(4, CLASSES)), torch.randint(11, (6, 5))
+    else:
+        model = Lambda(lambda m, x: m.b(m.a(x, x)), a=nn.Bilinear(7, 7, 4), b=nn.Linear(4, CLASSES))
+        x = torch.randn(6, 7).double()
+    model = model.double()
+    params = dict(model.named_parameters())
+
+    def run(s):
+        return F.cross_entropy(model(x[s]), torch.zeros(len(x[s]), dtype=torch.long), reduction="none")
+
+    with pytest.warns(UserWarning, match="backward pass per example") as caught:
+        found = batched(params, run, 6, 2)
+    assert len(caught) == 1
+    assert_exact(found, one_by_one(params, run, 6))
+
+
+def test_the_float32_lstm_is_exact_too():
+    params, run = case("lstm")
+    for param in params.values():
+        param.data = param.data.float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = batched(params, run, 6, 3)
+    assert_exact(found, one_by_one(params, run, 6), rtol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [1.01, -1.0, 0.0])
+def test_a_wrong_rule_is_found_out(monkeypatch, wrong):
+    right = rules.RULES["Addmm", 0]
+
+    def broken(use, grad, layout, batch):
+        return right(use, grad * wrong, layout, batch)
+
+    monkeypatch.setitem(rules.RULES, ("Addmm", 0), broken)
+    params, run = case("mlp")
+    with pytest.warns(UserWarning, match="no batched rule for 1 parameters"):
+        found = batched(params, run, 6, 6)
+    assert_exact(found, one_by_one(params, run, 6))
+
+
+def test_examples_that_see_each_other_are_not_taken_apart():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, CLASSES)).double()
+    x = torch.randn(6, 7).double()
+    params = dict(model.named_parameters())
+    output = F.cross_entropy(model(x), torch.zeros(6, dtype=torch.long), reduction="none")
+    squares = SquaredGradients(params)
+    with pytest.warns(UserWarning, match="backward pass per example"):
+        squares.add(output, [torch.ones_like(output)], lambda: None)
+    exact = dict.fromkeys(params, 0)
+    for loss in output:
+        grads = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
+        exact = {name: exact[name] + g**2 for name, g in zip(params, grads, strict=True)}
+    assert_exact(squares.totals, exact)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("length", [4, 5, 7])
+def test_one_place_of_a_sequence_is_enough_to_tell_whose_it_is(inner, length):
+    """Only the first token counts, so that most rows have no gradient, and layouts may look alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    x = torch.randn(9, 7, 3).double()
+    labels = torch.randint(CLASSES, (9,))
+    lengths = iter((length, 7, 4, 7, 4, 5, 5))
+    squares = SquaredGradients(dict(model.named_parameters()))
+    exact = {}
+
+    def run(s, t):
+        if inner:
+            return F.cross_entropy(model(x[s, :t].transpose(0, 1))[t - 1 if t < 7 else 0], labels[s], reduction="none")
+        return F.cross_entropy(model(x[s, :t])[:, t - 1 if t < 7 else 0], labels[s], reduction="none")
+
+    for start, stop in ((0, 3), (3, 5), (5, 9)):
+        t = next(lengths)
+        output = run(slice(start, stop), t)
+        squares.add(output, [torch.ones_like(output)], lambda s=start, t=t: run(slice(s, s + 2), t))
+        part = one_by_one(
+            dict(model.named_parameters()), lambda s, a=start, t=t: run(slice(a + s.start, a + s.stop), t), stop - start
+        )
+        exact = {name: exact.get(name, 0) + total for name, total in part.items()}
+    assert_exact(squares.totals, exact)
+
+
+def test_a_batch_without_gradients_settles_nothing():
+    params, run = case("time first")
+    squares = SquaredGradients(params)
+    dead = run(slice(0, 3)) * 0
+    squares.add(dead, [torch.ones_like(dead)], lambda: None)
+    assert all((total == 0).all() for total in squares.totals.values())
+    output = run(slice(0, 6)) * 1
+    squares.add(output, [torch.ones_like(output)], lambda: None)
+    assert_exact(squares.totals, one_by_one(params, run, 6))
+
+
+def test_other_graphs_get_plans_of_their_own():
+    torch.manual_seed(0)
+    a, b = nn.Linear(7, CLASSES).double(), nn.Linear(7, CLASSES).double()
+    x = torch.randn(8, 7).double()
+    labels = torch.randint(CLASSES, (8,))
+
+    def run(s):
+        out = a(x[s]) if s.start < 4 else a(x[s]) * b(x[s]).tanh()
+        return F.cross_entropy(out, labels[s], reduction="none")
+
+    params = {"a": a.weight, "b": b.weight, "c": param(2)}
+    found = batched(params, run, 8, 4, few=2)
+    assert_exact(found, one_by_one(params, run, 8))
+    assert "c" not in found
+
+
+def test_several_seeds_are_summed():
+    torch.manual_seed(0)
+    model, x = nn.Linear(7, CLASSES).double(), torch.randn(5, 7).double()
+    squares = SquaredGradients(dict(model.named_parameters()))
+    seeds = [torch.randn(5, CLASSES).double() for _ in range(4)]
+    squares.add(model(x), seeds, lambda: model(x[:3]))
+    square = sum(seed**2 for seed in seeds)
+    torch.testing.assert_close(squares.totals["weight"], square.T @ x**2)
+    torch.testing.assert_close(squares.totals["bias"], square.sum(0))
+
+
+def test_autocast_is_as_exact_as_its_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, CLASSES))
+    x, labels = torch.randn(6, 7), torch.randint(CLASSES, (6,))
+    params = dict(model.named_parameters())
+
+    def run(s):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(x[s]).float(), labels[s], reduction="none")
+
+    found = batched(params, run, 6, 6)
+    assert all(total.dtype == torch.float32 for total in found.values())
+    assert_exact(found, one_by_one(params, run, 6), rtol=0.05)
+
+
+def test_layouts_take_the_examples_apart():
+    tensor = torch.arange(24).view(2, 12)
+    for inner, expected in ((False, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]), (True, [0, 1, 2] * 4)):
+        layout = rules.Layout(1, inner)
+        owners = layout.owners(12, 3)
+        assert owners.tolist() == expected
+        for n in range(3):
+            assert torch.equal(layout.split(tensor, 3)[n], tensor[:, owners == n])
+    with pytest.raises(rules.NoRuleError):
+        rules.Layout(0, False).split(tensor, 3)
+
+
+def test_a_plan_is_made_once_per_kind_of_graph(monkeypatch):
+    params, run = case("mlp")
+    calls = []
+    original = curvature.try_weights
+    monkeypatch.setattr(curvature, "try_weights", lambda *a: calls.append(1) or original(*a))
+    batched(params, run, 6, 2)
+    assert len(calls) == 1
