@@ -1,6 +1,7 @@
 """Parameter groups for an optimizer: learning rates for body, head and spread, and no decay on posteriors."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ def param_groups(
     *,
     lr_head: float | None = None,
     lr_sig: float | None = None,
-    head: nn.Module | str | None = None,
+    head: nn.Module | str | Sequence[nn.Module | str] | None = None,
 ) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into groups that an optimizer takes.
 
@@ -25,7 +26,7 @@ def param_groups(
         lr: Learning rate of everything that has no other.
         lr_head: Learning rate of the head.
         lr_sig: Learning rate of the posteriors' own parameters (VI's rho).
-        head: The head, as a module of the model or its exact name.
+        head: The head, as a module of the model or its exact name; several of them for a model with several.
 
     Returns:
         Groups named "body", "head", "sig" and, for what is not Bayesian, "rest"; empty ones are left out.
@@ -46,7 +47,8 @@ def param_groups(
             raise ValueError(f"{name} must be a positive number, got {value!r}")
     if lr_head is not None and head is None:
         raise ValueError("lr_head needs head=, the module that it is for (or its name)")
-    in_head = set() if head is None else {id(p) for p in _find_head(model, head).parameters()}
+    heads = [] if head is None else head if isinstance(head, (list, tuple)) else [head]
+    in_head = {id(p) for h in heads for p in _find_head(model, h).parameters()}
     rates = {"body": lr, "head": lr_head or lr, "sig": lr_sig or lr, "rest": lr}
     kinds: dict[int, str] = {}
     for _, posterior in named_posteriors(model):
@@ -64,7 +66,7 @@ def param_groups(
     ]
 
 
-def _find_head(model: nn.Module, head: nn.Module | str) -> nn.Module:
+def _find_head(model: nn.Module, head: Any) -> nn.Module:
     """Return the head as a module of the model."""
     if isinstance(head, str):
         try:

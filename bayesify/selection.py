@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from bayesify.posteriors import Prior
 
+TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
 Patterns = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
 
 
@@ -63,8 +65,8 @@ class Candidate:
         is_norm = "norm" in type(module).__name__.lower() and attribute in ("weight", "gamma", "scale")
         if not is_norm or self.param.dim() != 1:
             return 0.0
-        # Some norms multiply by (1 + weight) and start at zero.
-        return 1.0 if bool(self.param.detach().any()) else 0.0
+        # Some norms multiply by (1 + weight) and start at zero; torch's own never do, whatever they start at.
+        return 1.0 if isinstance(module, TORCH_NORMS) or bool(self.param.detach().any()) else 0.0
 
 
 def candidates(model: nn.Module) -> list[Candidate]:

@@ -171,6 +171,7 @@ Act.__name__ = "BatchNormAct2d"
         (nn.GroupNorm(2, 4), 1.0),
         (nn.InstanceNorm1d(4, affine=True), 1.0),
         (Act(4), 1.0),
+        (nn.BatchNorm2d(4).apply(lambda m: nn.init.zeros_(m.weight)), 1.0),  # the last of a residual block
         (RMSNorm(), 1.0),
         (RMSNorm("gamma"), 1.0),
         (RMSNorm("scale"), 1.0),

@@ -1,0 +1,357 @@
+"""timm and torchvision: build a Bayesian model with a new head and its transforms; batch statistics under sampling.
+
+The prior mean of the body is the pretrained weights, that of a new head is zero.
+"""
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from tqdm.auto import tqdm
+
+from bayesify.batches import call_model, device_of, split_batch, to_device
+from bayesify.core import bayesify, mean, scopes_of
+from bayesify.core import samples as draws
+from bayesify.methods.base import Method
+
+LIBRARIES = ("timm", "torchvision")
+CLASSIFIERS = ("fc", "classifier", "heads", "head")  # where torchvision's models keep theirs
+
+Transform = Callable[[Any], Tensor]
+
+
+class BayesianVision(NamedTuple):
+    """What `create_bayesian` returns.
+
+    Attributes:
+        model: The bayesified model.
+        train_transform: From a PIL image to an augmented input of the model.
+        eval_transform: From a PIL image to an input of the model.
+        head: The full name of each classifier layer, for `param_groups(model, lr, lr_head=..., head=head)`.
+    """
+
+    model: nn.Module
+    train_transform: Transform
+    eval_transform: Transform
+    head: tuple[str, ...]
+
+
+def create_bayesian(
+    name_or_model: str | nn.Module,
+    method: str | Method = "vi",
+    *,
+    num_classes: int | None = None,
+    pretrained: "bool | str | os.PathLike[str]" = False,
+    prior_sig: Any = 1.0,
+    **options: Any,
+) -> BayesianVision:
+    """Build a Bayesian image classifier on a pretrained body.
+
+    The classifier is replaced by the library's own means where `num_classes` differs from what the model has. Prior
+    means: zero for a new head; for everything else the pretrained weights, or zero (1 for normalization scales) where
+    the weights are random because a name was given without `pretrained`. `prior_mean=...` overrides them.
+
+    Args:
+        name_or_model: A timm or torchvision name; "timm/resnet50" and "torchvision/resnet50" tell apart what both
+            have, and a bare name is timm's where both have it. Or a model with the weights that it should keep.
+        method: As in `bayesify`.
+        num_classes: Classes of the head; None keeps the head.
+        pretrained: True for the library's default weights, or the path of a weights file (.safetensors, .pth).
+        prior_sig: As in `bayesify`.
+        **options: Anything else that `bayesify` takes.
+
+    Returns:
+        The model, the transforms for training and evaluation that fit it, and the names of its head's layers.
+
+    Raises:
+        ValueError: The name is unknown, the file does not exist or does not fit, or no classifier is found.
+
+    Example:
+        >>> from bayesify import param_groups
+        >>> from bayesify.integrations.vision import create_bayesian
+        >>> model, train_transform, eval_transform, head = create_bayesian("torchvision/resnet18", num_classes=2)
+        >>> head, [g["name"] for g in param_groups(model, 0.01, lr_head=0.1, head=head)]
+        (('fc',), ['body', 'head', 'sig'])
+    """
+    if isinstance(num_classes, bool) or not (num_classes is None or (isinstance(num_classes, int) and num_classes > 0)):
+        raise ValueError(f"num_classes must be a positive integer or None, got {num_classes!r}")
+    if isinstance(name_or_model, nn.Module):
+        if pretrained is not False:
+            raise ValueError("pretrained goes with a name; load the weights into the model before passing it")
+        model, transforms, random = name_or_model, _transforms_of_model(name_or_model), False
+    elif isinstance(name_or_model, str):
+        model, transforms = _build(name_or_model, pretrained)
+        random = pretrained is False
+    else:
+        raise TypeError(f"create_bayesian takes a name or a torch.nn.Module, got {type(name_or_model).__name__}")
+    head, new = _set_classes(model, num_classes)
+    if "prior_mean" not in options:
+        zero = {f"{name}.*": "zero" for name in head}
+        options["prior_mean"] = "zero" if random else zero if new else None
+    bayesify(model, method, prior_sig=prior_sig, **options)
+    return BayesianVision(model, *transforms, head)
+
+
+# -- models ---------------------------------------------------------------------------------------------------------
+
+
+def _build(name: str, pretrained: "bool | str | os.PathLike[str]") -> tuple[nn.Module, tuple[Transform, Transform]]:
+    """Build a model by name, with its weights and transforms."""
+    file = None if isinstance(pretrained, bool) else os.fspath(pretrained)
+    if file is not None and not os.path.isfile(file):
+        raise ValueError(f"pretrained must be True, False or a weights file, got {file!r}, which is no file")
+    library, bare = _library_of(name)
+    if library == "timm":
+        import timm
+
+        overlay = None if file is None else {"file": file}
+        model: nn.Module = timm.create_model(bare, pretrained=bool(pretrained), pretrained_cfg_overlay=overlay)
+        return model, _transforms_of_model(model)
+    from torchvision.models import get_model, get_model_weights
+
+    weights = get_model_weights(bare).DEFAULT
+    # These train with auxiliary outputs beside the logits unless told not to.
+    auxiliary = {"aux_logits": False} if bare in ("googlenet", "inception_v3") else {}
+    model = get_model(bare, weights=weights if pretrained is True else None, **auxiliary)
+    if file is not None:
+        _load_file(model, file)
+    return model, _torchvision_transforms(weights.transforms())
+
+
+def _library_of(name: str) -> tuple[str, str]:
+    """Split "library/name", or find which library knows a bare name."""
+    prefix, slash, rest = name.partition("/")
+    bare = rest if slash and prefix in LIBRARIES else name
+    for library in (prefix,) if bare != name else LIBRARIES:
+        if _known(library, bare):
+            return library, bare
+    where = prefix if bare != name else " or ".join(LIBRARIES)
+    raise ValueError(
+        f"no model {bare!r} in {where}{_closest(bare)}; see timm.list_models(), torchvision.models.list_models()"
+    )
+
+
+def _known(library: str, name: str) -> bool:
+    """Tell whether a library knows a model."""
+    if library == "timm":
+        import timm
+
+        return name.startswith(("hf-hub:", "hf_hub:")) or timm.is_model(name)
+    from torchvision.models import list_models
+
+    return name in list_models()
+
+
+def _closest(name: str) -> str:
+    """Return a hint at the closest names."""
+    import timm
+    from torchvision.models import list_models
+
+    near = difflib.get_close_matches(name, [*timm.list_models(), *list_models()], n=3)
+    return f" (closest: {', '.join(near)})" if near else ""
+
+
+def _load_file(model: nn.Module, path: str) -> None:
+    """Load a state dict from a file into a torchvision model."""
+    if path.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        state = load_file(path)
+    else:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path} does not fit {type(model).__name__}; give the model that it was saved from"
+        ) from error
+
+
+# -- heads ----------------------------------------------------------------------------------------------------------
+
+
+def _set_classes(model: nn.Module, num_classes: int | None) -> tuple[tuple[str, ...], bool]:
+    """Give a model a head of that many classes.
+
+    Returns:
+        The names of the head's layers, and whether they are new.
+    """
+    by_library = hasattr(model, "reset_classifier") and hasattr(model, "get_classifier")
+    head = _timm_head(model) if by_library else _attribute_head(model)
+    if num_classes is None:
+        return head, False
+    if not head:
+        raise ValueError(
+            f"{type(model).__name__} has no classifier to replace: neither get_classifier() nor a linear layer under "
+            f"{', '.join(CLASSIFIERS)}; set the head yourself and leave num_classes out"
+        )
+    if all(_classes(model.get_submodule(name)) == num_classes for name in head):
+        return head, False
+    if by_library:
+        model.reset_classifier(num_classes)  # type: ignore[operator]
+        return _timm_head(model), True
+    for name in head:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _resized(model.get_submodule(name), num_classes))
+    if hasattr(model, "num_classes"):
+        model.num_classes = num_classes  # type: ignore[assignment]
+    return head, True
+
+
+def _timm_head(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that timm calls the classifier; a distilled model has two."""
+    found = model.get_classifier()  # type: ignore[operator]
+    modules = found if isinstance(found, (tuple, list)) else (found,)
+    names = {id(module): name for name, module in model.named_modules()}
+    return tuple(names[id(m)] for m in modules if id(m) in names and any(True for _ in m.parameters()))
+
+
+def _attribute_head(model: nn.Module) -> tuple[str, ...]:
+    """Return the name of the last layer under the attribute that torchvision's models keep their classifier in."""
+    for attribute in CLASSIFIERS:
+        if isinstance(module := getattr(model, attribute, None), nn.Module):
+            layers = [n for n, m in module.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+            return (f"{attribute}.{layers[-1]}".rstrip("."),) if layers else ()
+    return ()
+
+
+def _classes(layer: nn.Module) -> int | None:
+    """Return how many classes a layer has."""
+    found = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+    return found if isinstance(found, int) else None
+
+
+def _resized(layer: nn.Module, num_classes: int) -> nn.Module:
+    """Return a fresh layer like another, with that many outputs."""
+    where = {"device": layer.weight.device, "dtype": layer.weight.dtype, "bias": layer.bias is not None}
+    if isinstance(layer, nn.Conv2d):
+        return nn.Conv2d(layer.in_channels, num_classes, layer.kernel_size, layer.stride, layer.padding, **where)  # type: ignore[arg-type]
+    assert isinstance(layer, nn.Linear)
+    return nn.Linear(layer.in_features, num_classes, **where)  # type: ignore[arg-type]
+
+
+# -- transforms -----------------------------------------------------------------------------------------------------
+
+
+def _transforms_of_model(model: nn.Module) -> tuple[Transform, Transform]:
+    """Return the transforms that a model's own config asks for, or ImageNet's."""
+    if hasattr(model, "pretrained_cfg"):
+        from timm.data.config import resolve_model_data_config
+        from timm.data.transforms_factory import create_transform
+
+        config = resolve_model_data_config(model)  # type: ignore[no-untyped-call]
+        return create_transform(**config, is_training=True), create_transform(**config, is_training=False)
+    from torchvision.models import ResNet18_Weights
+
+    size = getattr(model, "image_size", 224)
+    imagenet = ResNet18_Weights.DEFAULT.transforms(crop_size=size, resize_size=round(size * 256 / 224))
+    return _torchvision_transforms(imagenet)
+
+
+def _torchvision_transforms(preset: Any) -> tuple[Transform, Transform]:
+    """Return a training transform beside the evaluation preset of torchvision weights."""
+    from torchvision import transforms
+
+    crop = getattr(preset, "crop_size", [224])[0]
+    train = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(crop, interpolation=preset.interpolation),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(preset.mean, preset.std),
+        ]
+    )
+    return train, preset
+
+
+# -- batch statistics -----------------------------------------------------------------------------------------------
+
+
+def update_bn(
+    model: nn.Module,
+    loader: Iterable[Any],
+    samples: int | None = 0,
+    *,
+    seed: int | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """Estimate the running statistics of every BatchNorm anew.
+
+    During training they follow the training draws: an average over samples, not the statistics of the mean nor those
+    of any one sample. This replaces them by the plain average over the batches of a loader, with every other module in
+    eval mode.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        loader: Batches as `predict` takes them; better large ones, without augmentation.
+        samples: 0 estimates for the posterior mean, n for the average over n posterior samples, None for whatever is
+            in force: inside `sample(model)` or a turn of `samples(model, n)` that is this one draw.
+        seed: Which samples, as in `samples(model, n, seed)`.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The loader is empty, or `samples` is out of range. The statistics are then as before.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify
+        >>> from bayesify.integrations.vision import update_bn
+        >>> model = bayesify(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
+        >>> update_bn(model, [torch.randn(64, 3)])[1].num_batches_tracked
+        tensor(1)
+    """
+    if isinstance(samples, bool) or not (samples is None or (isinstance(samples, int) and samples >= 0)):
+        raise ValueError(f"samples must be an integer >= 0, or None for what is in force, got {samples!r}")
+    scopes_of(model)
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return model
+    device = device_of(model)
+    seen = 0
+    with _estimating(model, norms):
+        for _ in draws(model, samples, seed) if samples else range(1):
+            with _mode(model, samples):
+                for batch in tqdm(loader, desc="update_bn", unit="batch", disable=not progress):
+                    call_model(model, to_device(split_batch(batch)[0], device))
+                    seen += 1
+        if not seen:
+            raise ValueError("the loader has no batches; pass a non-empty one")
+    return model
+
+
+def _mode(model: nn.Module, samples: int | None) -> AbstractContextManager[None]:
+    return mean(model) if samples == 0 else nullcontext()
+
+
+@contextmanager
+def _estimating(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+    """Eval mode but for the norms, which start to average from nothing; an error puts their statistics back."""
+    flags = [(module, module.training) for module in model.modules()]
+    momenta = [norm.momentum for norm in norms]
+    before = [{name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)} for norm in norms]
+    model.eval()
+    try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # every batch counts the same
+            norm.training = True
+        with torch.no_grad():
+            yield
+    except BaseException:
+        for norm, buffers in zip(norms, before, strict=True):
+            for name, buffer in buffers.items():
+                getattr(norm, name).copy_(buffer)
+        raise
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in flags:
+            module.training = training

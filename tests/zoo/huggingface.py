@@ -1,0 +1,187 @@
+"""The model types of Transformers, each from a small config, with inputs made up from its forward's arguments."""
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from .checks import Case, PlainModelError, tensors
+from .configs import shrink
+
+LARGEST = 120_000_000
+LENGTH = 16
+
+
+def transformers_names() -> list[str]:
+    """Return the model types."""
+    return sorted(CONFIG_MAPPING_NAMES)
+
+
+def transformers_case(name: str) -> Case:
+    """Return the first model class of a type, config and inputs with which the plain model trains.
+
+    Raises:
+        PlainModelError: There is none.
+    """
+    problems: list[str] = []
+    for cls in _classes(name):
+        for narrow in (True, False):
+            build = _builder(name, cls, narrow)
+            try:
+                model = build()
+            except Exception as error:
+                problems.append(f"{cls.__name__} cannot be built: {type(error).__name__}: {error}")
+                continue
+            inputs, problem = _inputs_that_run(model)
+            if inputs is not None:
+                return Case(cls.__name__, build, lambda model, training, inputs=inputs: ((), _copy(inputs)))
+            problems.append(f"{cls.__name__}: {problem}")
+    raise PlainModelError(problems[0] if problems else "no model class belongs to this config")
+
+
+def _classes(name: str) -> list[type[PreTrainedModel]]:
+    """Return the model classes of a type: the base model first, then those with heads."""
+    config = CONFIG_MAPPING[name]
+    found = [modeling_auto.MODEL_MAPPING_NAMES.get(name)]
+    found += [
+        getattr(modeling_auto, m).get(name)
+        for m in dir(modeling_auto)
+        if m.startswith("MODEL_") and m.endswith("_NAMES")
+    ]
+    module = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
+    classes = [getattr(module, n) for n in found if isinstance(n, str) and hasattr(module, n)]
+    classes += [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, PreTrainedModel) and c.config_class is config and "forward" in vars(c)
+    ]
+    return list(dict.fromkeys(classes))[:4]
+
+
+def _builder(name: str, cls: type[PreTrainedModel], narrow: bool) -> Callable[[], nn.Module]:
+    config_class = CONFIG_MAPPING[name]
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in cls(shrink(config_class(), narrow=narrow)).parameters())
+        if size > LARGEST:
+            raise ValueError(f"{size:,} parameters, too many to try here")
+        return cls(shrink(config_class(), narrow=narrow))
+
+    return build
+
+
+def _inputs_that_run(model: nn.Module) -> tuple[dict[str, Any] | None, str]:
+    """Return the first inputs on which a model trains, or why the most promising do not."""
+    first = ""
+    for inputs in _candidates(model):
+        try:
+            _try(model, inputs)
+        except Exception as error:
+            first = first or f"{type(error).__name__}: {error} (inputs {_describe(inputs)})"
+            continue
+        return inputs, ""
+    return None, first or "no inputs known for its forward"
+
+
+def _try(model: nn.Module, inputs: dict[str, Any]) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(**_copy(inputs))
+    model.train()
+    outputs = [t for t in tensors(model(**_copy(inputs))) if t.requires_grad]
+    torch.stack([t.float().square().mean() for t in outputs]).sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _describe(inputs: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {tuple(v.shape)}" if isinstance(v, Tensor) else k for k, v in inputs.items())
+
+
+def _copy(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+
+def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield inputs, the most likely first: what forward requires, then one modality at a time."""
+    config: PreTrainedConfig = model.config
+    parameters = {
+        n: p
+        for n, p in inspect.signature(model.forward).parameters.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    required = [n for n, p in parameters.items() if p.default is p.empty]
+    main = getattr(model, "main_input_name", "input_ids")
+    sets: list[list[str]] = [[main, *required], required]
+    sets += [[*required, n] for n in ("input_ids", "pixel_values", "input_features", "input_values") if n in parameters]
+    if "decoder_input_ids" in parameters:
+        sets = [[*s, "decoder_input_ids"] for s in sets] + sets
+    fixed = {n: v for n, v in (("use_cache", False), ("return_dict", True)) if n in parameters}
+    tried: set[tuple[str, ...]] = set()
+    for names in sets:
+        key = tuple(sorted(set(names)))
+        if not key or key in tried or any(n not in parameters for n in key):
+            continue
+        tried.add(key)
+        options = [list(_values(n, config, model)) for n in key]
+        for values in itertools.islice(itertools.product(*options), 24):
+            yield {**dict(zip(key, values, strict=True)), **fixed}
+
+
+def _values(name: str, config: PreTrainedConfig, model: nn.Module) -> Iterator[Any]:
+    """Yield possible values of one argument."""
+    if "input_ids" in name or name in ("input", "inputs"):
+        yield _ids(2, LENGTH)
+    elif name == "attention_mask":
+        yield torch.ones(2, LENGTH, dtype=torch.long)
+    elif name == "bbox":
+        yield torch.arange(4).expand(2, LENGTH, 4).contiguous()
+    elif name in ("pixel_values", "pixel_values_images"):
+        for size in _image_sizes(config):
+            yield _noise(2, _get(config, "num_channels", 3), size, size)
+        for size in _image_sizes(config):
+            yield _noise(2, _get(config, "num_frames", 8), _get(config, "num_channels", 3), size, size)
+    elif name == "input_features":
+        bins = _get(config, "num_mel_bins", 80)
+        for length in (2 * _get(config, "max_source_positions", 1500), 128, 1024):
+            yield _noise(2, bins, length)
+            yield _noise(2, length, bins)
+    elif name == "input_values":
+        yield _noise(2, 4000)
+        yield _noise(2, 1, 4000)
+        yield _noise(2, 16000)
+        yield _noise(2, 1024, 128)
+    elif name in ("hidden_states", "inputs_embeds", "encoder_hidden_states", "x"):
+        yield _noise(2, LENGTH, _get(config, "hidden_size", 32))
+    elif name in ("past_values", "future_values"):
+        yield _noise(2, _get(config, "context_length", 32), _get(config, "num_input_channels", 1))
+
+
+def _image_sizes(config: PreTrainedConfig) -> list[int]:
+    size = _get(config, "image_size", 0) or _get(config, "input_size", 0)
+    size = size[0] if isinstance(size, (list, tuple)) else size
+    return [size] * (size > 0) + [64, 128, 224]
+
+
+def _get(config: PreTrainedConfig, name: str, default: Any) -> Any:
+    """Look an attribute up in a config, then in its parts."""
+    for part in (config, *(v for v in vars(config).values() if isinstance(v, PreTrainedConfig))):
+        value = getattr(part, name, None)
+        if isinstance(value, int) or (isinstance(value, (list, tuple)) and value):
+            return value
+    return default
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.randint(5, 60, shape, generator=torch.Generator().manual_seed(1))
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
