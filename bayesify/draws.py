@@ -22,7 +22,6 @@ from bayesify import noise as noises
 from bayesify.methods.base import Method
 from bayesify.posteriors import Posterior, Sampled, make_noise
 from bayesify.replay import Past, Record, node_count
-from bayesify.steps import steps
 
 PATIENCE = 100  # training steps without a penalty before the warning
 
@@ -84,13 +83,13 @@ class Kept(NamedTuple):
     """A theta worth keeping, with the tensors that it was made from and their state then."""
 
     tensors: tuple[Tensor, ...]
-    stamps: list[Any]
+    stamps: list[tuple[int, int]]
     value: Tensor
 
 
-def _stamps(tensors: tuple[Tensor, ...]) -> list[Any]:
+def _stamps(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
     """Return what changes when a tensor is written or moved."""
-    return [steps(), *((0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors)]
+    return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
 
 
 class Mode(NamedTuple):
@@ -150,7 +149,7 @@ class Scope:
         self.caching = caching
         self.modes: list[Mode] = []
         self.handles: dict[Posterior, Tensor] = {}
-        self.steps, self.last_state = 0, (steps(), 0)
+        self.steps = self.last_state = 0
         self.warned = not any(not p.flat for p in posteriors)
         self._forget()
 
@@ -322,7 +321,7 @@ class Scope:
 
     def _count_step(self) -> None:
         """Count the training forwards that find other parameters than the last one did: optimizer steps."""
-        state = (steps(), sum(p.original._version for p in self.posteriors))
+        state = sum(p.original._version for p in self.posteriors)
         self.steps += state != self.last_state
         self.last_state = state
         if self.steps > PATIENCE:

@@ -27,7 +27,6 @@ from bayesify.posteriors import (
     square_norm,
     state_dtype,
 )
-from bayesify.steps import steps
 
 CLAMP_MIN = 1e-8
 
@@ -202,7 +201,7 @@ class VIPosterior(Posterior):
         if self.flat:
             return mean.new_zeros((), dtype=torch.float64)
         sums = self._sums
-        if sums is None or torch.is_grad_enabled() or sums.rho is not self.rho or sums.version != self._state():
+        if sums is None or torch.is_grad_enabled() or sums.rho is not self.rho or sums.version != self.rho._version:
             sums = self._sums_of(self.rho, LINKS[self.link].std(self.rho))
         spread = sums.numel * (math.log(self.prior_sig) - 0.5) - sums.logs
         square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * sums.squares
@@ -219,11 +218,7 @@ class VIPosterior(Posterior):
             row = s[self.fixed_row]
             count, total = count - row.numel(), total - logs[self.fixed_row].sum()
             squares = squares - row.double().square().sum()
-        return Sums(self.rho, self._state(), count, total, squares)
-
-    def _state(self) -> tuple[int, int]:
-        """Return what changes when rho is written."""
-        return self.rho._version, steps()
+        return Sums(self.rho, self.rho._version, count, total, squares)
 
     @property
     def precision(self) -> float:
@@ -253,7 +248,7 @@ class Sums(NamedTuple):
     """Sums over a posterior's s, with the rho that they belong to and its version then."""
 
     rho: Tensor
-    version: tuple[int, int]
+    version: int
     numel: int
     logs: Tensor
     squares: Tensor
