@@ -1,13 +1,11 @@
-"""Wrap a model and unwrap it again; the modes, the posteriors and the penalty of a wrapped one.
+"""Wrap a model and unwrap it again; the modes and the posteriors of a wrapped one.
 
 A failed call changes nothing: everything is checked and built before the first parametrization is registered.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from bayesify import caches, fused
 from bayesify import noise as noises
 from bayesify.draws import MEAN, Draw, Enter, Leave, Mode, Scope, Site, override
 from bayesify.methods.base import Method, resolve
-from bayesify.posteriors import Posterior, autograd_pullback
+from bayesify.posteriors import Posterior
 from bayesify.selection import Candidate, Patterns, candidates, priors, select
 
 M = TypeVar("M", bound=nn.Module)
@@ -337,83 +335,3 @@ def draw_seeds(n: int, seed: int | None) -> list[int]:
         raise TypeError(f"seed must be an integer or None, got {seed!r}")
     base = noises.mix(noises.global_seed() if seed is None else seed)
     return [(base + i) % 2**64 for i in range(n)]
-
-
-def penalty(model: nn.Module, num_data: float) -> Tensor:
-    """Return what is added to the mean minibatch loss: the prior's term of the method, over the number of data.
-
-    Closed form, differentiable. Its gradient is computed together with that of the samples of the last forward, which
-    costs less than a pass of its own.
-
-    Args:
-        model: A bayesified model, or a module that contains one.
-        num_data: N, the number of training items that the loss is a mean over.
-
-    Returns:
-        A 0-dim tensor.
-
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, penalty
-        >>> model = bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=1.0)
-        >>> penalty(model, num_data=100).shape
-        torch.Size([])
-    """
-    if isinstance(num_data, bool) or not isinstance(num_data, Real) or not 0 < num_data < math.inf:
-        raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}")
-    scopes = scopes_of(model)
-    inside = {m for m in model.modules() if isinstance(m, Posterior)}
-    first = scopes[0].posteriors[0].original
-    total = torch.zeros((), dtype=torch.float64, device=first.device)
-    terms: list[Term] = []
-    tensors: list[tuple[Tensor, ...]] = []
-    for scope in scopes:
-        scale = scope.method.scale(num_data)
-        for posterior in scope.posteriors:
-            handle = scope.take_handle(posterior)
-            if is_sharded(posterior.original):
-                raise RuntimeError(
-                    f"{posterior.name!r} is sharded now; call penalty after the forward pass and before the backward "
-                    "pass, with fully_shard(..., reshard_after_forward=False)"
-                )
-            if posterior in inside and not posterior.flat:
-                with torch.no_grad():
-                    total += posterior.energy(posterior.original, scale).to(total.device)
-                terms.append(Term(posterior, scale, handle is not None))
-                tensors.append((posterior.original, *posterior.learnable()) if handle is None else (handle,))
-    value = total.to(torch.promote_types(first.dtype, torch.float32))
-    result: Tensor = Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
-    return result
-
-
-class Term(NamedTuple):
-    """One posterior's part of the penalty; by its energy handle, or directly through its parameters."""
-
-    posterior: Posterior
-    scale: float
-    by_handle: bool
-
-
-class Penalty(torch.autograd.Function):
-    """The autograd node of the penalty: a known value, whose gradient the posteriors know in closed form."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, terms: list[Term], *tensors: Tensor) -> Tensor:
-        """Return the value."""
-        ctx.terms = terms
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send each posterior its coefficient, or return its gradients."""
-        out: list[Tensor | None] = []
-        for posterior, scale, by_handle in ctx.terms:
-            mean = posterior.original
-            coef = grad.to(mean.device, torch.float64) * scale
-            if by_handle:
-                out.append(coef)
-            elif torch.is_grad_enabled():
-                out += autograd_pullback(posterior, mean, None, None, coef, create_graph=True)
-            else:
-                out += posterior.pullback(mean, None, None, coef)
-        return (None, None, *out)
