@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bayesify.graphs import Graph, Use, kind
+from bayesify.graphs import Graph, Use, grads, kind
 from bayesify.posteriors import state_dtype
 from bayesify.rules import RULES, Layout, NoRuleError, Part, add_squares, chunks, part_of
 
@@ -138,10 +138,8 @@ class SquaredGradients:
 
     def _add_single(self, names: list[str], output: Tensor, seed: Tensor) -> None:
         """Add the squared gradients of the only example that the seed is not zero for."""
-        params = [self.params[name] for name in names]
-        for name, grad in zip(
-            names, torch.autograd.grad(output, params, seed, retain_graph=True, allow_unused=True), strict=True
-        ):
+        found = grads(output, seed, [self.params[name] for name in names])
+        for name, grad in zip(names, found, strict=True):
             if grad is not None:
                 grad = grad.to(self.totals[name].dtype)
                 self.totals[name].addcmul_(grad, grad)
@@ -158,17 +156,17 @@ class SquaredGradients:
         if len(parts) == 1:
             parts[0].add_squares(total)
             return
-        for grads, _, _ in summed_parts(parts, total.numel()):
-            add_squares(total, grads)
+        for summed, _, _ in summed_parts(parts, total.numel()):
+            add_squares(total, summed)
 
 
 def summed_parts(parts: list[Part], size: int) -> Iterator[tuple[Tensor, int, int]]:
     """Yield (gradients summed over a parameter's uses, first example, last + 1), a few examples at a time."""
     for start, stop in chunks(parts[0].batch, size):
-        grads = parts[0].grads(start, stop)
+        summed = parts[0].grads(start, stop)
         for part in parts[1:]:
-            grads = grads + part.grads(start, stop)
-        yield grads, start, stop
+            summed = summed + part.grads(start, stop)
+        yield summed, start, stop
 
 
 def each_part(
@@ -303,8 +301,8 @@ def find_uncovered(graph: Graph, output: Tensor, params: Mapping[str, Tensor], t
     def compare(name: str, parts: list[Part]) -> None:
         exact = truth.pop(name)
         error = torch.zeros_like(params[name]) if exact is None else exact.neg()
-        for grads, start, stop in summed_parts(parts, error.numel()):
-            error += torch.tensordot(weights.flatten()[start:stop].to(grads.dtype), grads, 1)
+        for summed, start, stop in summed_parts(parts, error.numel()):
+            error += torch.tensordot(weights.flatten()[start:stop].to(summed.dtype), summed, 1)
         size = 0.0 if exact is None else float(torch.linalg.vector_norm(exact))
         # The gradient may be nothing but rounding, as that of an attention's key bias; then its terms give the scale.
         terms = sum(trial.sizes.get(use.node, 0.0) for use in uses[name])

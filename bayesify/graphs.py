@@ -134,7 +134,7 @@ class Graph:
         hooks = [n.register_prehook(partial(_tell, tell)) for n, tell in watched.items() if n not in lowest]
         try:
             wanted: list[Any] = [*inputs, *(GradientEdge(n, 0) for n in lowest)]
-            found = torch.autograd.grad(output, wanted, seed, retain_graph=True, allow_unused=True) if wanted else ()
+            found = grads(output, seed, wanted) if wanted else ()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -149,6 +149,14 @@ class Graph:
         for node in self.order:
             above[node] = any(n in watched or above[n] for n in self.inputs[node])
         return {node: None for node in watched if not above[node]}
+
+
+def grads(output: Tensor, seed: Tensor, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of <seed, output>, None where there is none, and keep the graph."""
+    # A scalar: with grad_outputs= torch would first import a computer algebra system.
+    with torch.enable_grad():
+        total = (output * seed).sum()
+    return torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
 
 
 def _shape(step: Step) -> torch.Size:

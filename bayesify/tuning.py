@@ -95,7 +95,8 @@ def by_validation(
     for step in (COARSE / 2, COARSE / 4):
         best = min(tried, key=loss)
         for power in (best - step, best + step):
-            loss(power)
+            if VALIDATION_RANGE[0] <= power <= VALIDATION_RANGE[1]:
+                loss(power)
     best = min(tried, key=loss)
     logger.info("prior_sig %.4g has the lowest validation NLL, %.4f (was %.4g)", 10**best, tried[best], base)
     return 10**best / base
