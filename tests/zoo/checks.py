@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify import bayesify, load, named_posteriors, sample, save, unbayesify
+from bayesify.noise import global_seed
 
 SPREAD = 0.02  # large beside freshly initialized weights, small enough that deep nets do not overflow
 NO_SPREAD = -1e4  # softplus of it is exactly zero
@@ -55,7 +56,9 @@ def check(case: Case) -> int:
     model, plain = _plain(case)
     shape = _shape(model)
     bayesify(model, "vi", prior_sig=1.0, init_sig=SPREAD)
-    _same("eval output after bayesify", plain.eval, _eval(case, model))
+    if _differ(plain.eval, _eval(case, model)):
+        _check_reproducible(case)
+        raise Violation("the output in eval mode is another one after bayesify")
     _check_training(case, model, plain)
     with torch.no_grad(), sample(model, seed=7):
         drawn = _eval(case, model)
@@ -86,41 +89,39 @@ class _Plain:
 def _plain(case: Case) -> tuple[nn.Module, _Plain]:
     """Build the plain model and run it; what fails here is no fault of bayesify."""
     try:
-        model = _build(case)
-        first, second = _eval(case, model), _eval(case, model)
-        train = _train(case, model)
-        if not train:
-            raise PlainModelError("no output depends on the weights in a differentiable way")
-        grads = {id(p): _fingerprint(p.grad) for p in model.parameters() if p.grad is not None}
-    except PlainModelError:
-        raise
+        torch.manual_seed(0)
+        model = case.build().eval()
+        outputs = _Plain(_eval(case, model), _train(case, model, draws=False), {})
     except Exception as error:
         raise PlainModelError(f"{type(error).__name__}: {error}") from error
-    if _differ(first, second):
-        raise PlainModelError("two eval passes with the same seed differ")
-    return model, _Plain(first, train, grads)
+    outputs.grads = {id(p): _fingerprint(p.grad) for p in model.parameters() if p.grad is not None}
+    if not outputs.grads:
+        raise PlainModelError("no output has a gradient for any weight")
+    return model, outputs
 
 
-def _build(case: Case) -> nn.Module:
-    torch.manual_seed(0)
-    return case.build().eval()
+def _check_reproducible(case: Case) -> None:
+    """Raise if the plain model gives another output the second time."""
+    model = case.build().eval()
+    if _differ(_eval(case, model), _eval(case, model)):
+        raise PlainModelError("two passes of the plain model in eval mode, with the same seed, differ")
 
 
 def _check_training(case: Case, model: nn.Module, plain: _Plain) -> None:
     """Check sampling and gradients in train mode, with large spread and with none."""
-    noisy = _train(case, model)
+    spread = next(p.rho.flatten()[0].item() for _, p in named_posteriors(model))
+    noisy = _train(case, model, draws=True)
     for name, posterior in named_posteriors(model):
         expected = id(posterior.original) in plain.grads
         for what, parameter in (("mean", posterior.original), ("spread", posterior.rho)):
             if (parameter.grad is not None) != expected:
                 has = "has a" if expected else "has no"
                 raise Violation(f"the plain model {has} gradient for {name!r}, unlike the {what} of its posterior")
-    spread = next(p.rho.flatten()[0].item() for _, p in named_posteriors(model))
     _set_spread(model, NO_SPREAD)
-    if not _differ(noisy, _train(case, model)):
+    quiet = _train(case, model, draws=True)
+    if not _differ(noisy, quiet):
         raise Violation("a draw in train mode leaves the output unchanged")
-    with sample(model, seed=3):
-        _same("train output with zero spread", plain.train, _train(case, model))
+    _same("train output with zero spread", plain.train, quiet)
     for name, posterior in named_posteriors(model):
         if id(posterior.original) in plain.grads:
             found, wanted = _fingerprint(posterior.original.grad), plain.grads[id(posterior.original)]
@@ -165,13 +166,15 @@ def _eval(case: Case, model: nn.Module) -> list[Tensor]:
         return [t.clone() for t in tensors(model(*args, **kwargs))]
 
 
-def _train(case: Case, model: nn.Module) -> list[Tensor]:
+def _train(case: Case, model: nn.Module, *, draws: bool) -> list[Tensor]:
     """Return the outputs in train mode that have gradients, after their backward pass."""
     model.train()
     model.zero_grad(set_to_none=True)
     with _buffers_kept(model):
         args, kwargs = case.inputs(model, True)
         torch.manual_seed(5)
+        if not draws:
+            global_seed()  # what a draw takes from the generator, so that dropout is the same with and without
         outputs = [t for t in tensors(model(*args, **kwargs)) if t.requires_grad]
         if outputs:
             torch.stack([t.float().square().mean() for t in outputs]).sum().backward()

@@ -15,8 +15,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from .checks import Case, PlainModelError, tensors
 from .configs import shrink
 
+MODALITIES = ("input_ids", "pixel_values", "input_features", "input_values", "inputs", "inputs_embeds")
 LARGEST = 120_000_000
 LENGTH = 16
+SHRINKINGS = ("narrow", "images kept", "tiny", "deep")
 
 
 def transformers_names() -> list[str]:
@@ -32,8 +34,8 @@ def transformers_case(name: str) -> Case:
     """
     problems: list[str] = []
     for cls in _classes(name):
-        for narrow in (True, False):
-            build = _builder(name, cls, narrow)
+        for how in SHRINKINGS:
+            build = _builder(name, cls, how)
             try:
                 model = build()
             except Exception as error:
@@ -57,23 +59,28 @@ def _classes(name: str) -> list[type[PreTrainedModel]]:
     ]
     module = importlib.import_module(config.__module__.replace(".configuration_", ".modeling_"))
     classes = [getattr(module, n) for n in found if isinstance(n, str) and hasattr(module, n)]
-    classes += [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, PreTrainedModel) and c.config_class is config and "forward" in vars(c)
-    ]
+    classes += [c for c in vars(module).values() if isinstance(c, type) and _takes(c, config)]
     return list(dict.fromkeys(classes))[:4]
 
 
-def _builder(name: str, cls: type[PreTrainedModel], narrow: bool) -> Callable[[], nn.Module]:
+def _takes(cls: type, config: type[PreTrainedConfig]) -> bool:
+    """Tell whether a class is a model that is built from a config class."""
+    if not issubclass(cls, PreTrainedModel) or "forward" not in vars(cls):
+        return False
+    argument = inspect.signature(cls.__init__).parameters.get("config")
+    annotated = getattr(argument, "annotation", None)
+    return config in (cls.config_class, annotated) or annotated == config.__name__
+
+
+def _builder(name: str, cls: type[PreTrainedModel], how: str) -> Callable[[], nn.Module]:
     config_class = CONFIG_MAPPING[name]
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            size = sum(p.numel() for p in cls(shrink(config_class(), narrow=narrow)).parameters())
+            size = sum(p.numel() for p in cls(shrink(config_class(), how)).parameters())
         if size > LARGEST:
             raise ValueError(f"{size:,} parameters, too many to try here")
-        return cls(shrink(config_class(), narrow=narrow))
+        return cls(shrink(config_class(), how))
 
     return build
 
@@ -110,8 +117,7 @@ def _copy(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield inputs, the most likely first: what forward requires, then one modality at a time."""
-    config: PreTrainedConfig = model.config
+    """Yield inputs, the most likely first: what forward requires, then each modality, alone and with text."""
     parameters = {
         n: p
         for n, p in inspect.signature(model.forward).parameters.items()
@@ -119,8 +125,9 @@ def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
     }
     required = [n for n, p in parameters.items() if p.default is p.empty]
     main = getattr(model, "main_input_name", "input_ids")
-    sets: list[list[str]] = [[main, *required], required]
-    sets += [[*required, n] for n in ("input_ids", "pixel_values", "input_features", "input_values") if n in parameters]
+    sets = [[main, *required], required]
+    sets += [[*required, n] for n in MODALITIES if n in parameters]
+    sets += [[*required, n, "input_ids"] for n in MODALITIES if n in parameters]
     if "decoder_input_ids" in parameters:
         sets = [[*s, "decoder_input_ids"] for s in sets] + sets
     fixed = {n: v for n, v in (("use_cache", False), ("return_dict", True)) if n in parameters}
@@ -130,12 +137,12 @@ def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
         if not key or key in tried or any(n not in parameters for n in key):
             continue
         tried.add(key)
-        options = [list(_values(n, config, model)) for n in key]
+        options = [list(_values(n, model.config)) for n in key]
         for values in itertools.islice(itertools.product(*options), 24):
             yield {**dict(zip(key, values, strict=True)), **fixed}
 
 
-def _values(name: str, config: PreTrainedConfig, model: nn.Module) -> Iterator[Any]:
+def _values(name: str, config: PreTrainedConfig) -> Iterator[Any]:
     """Yield possible values of one argument."""
     if "input_ids" in name or name in ("input", "inputs"):
         yield _ids(2, LENGTH)
@@ -158,8 +165,16 @@ def _values(name: str, config: PreTrainedConfig, model: nn.Module) -> Iterator[A
         yield _noise(2, 1, 4000)
         yield _noise(2, 16000)
         yield _noise(2, 1024, 128)
-    elif name in ("hidden_states", "inputs_embeds", "encoder_hidden_states", "x"):
+    elif name == "grid_thw":
+        yield torch.tensor([[1, 4, 4]])
+    elif name in ("hidden_states", "inputs_embeds", "encoder_hidden_states", "query_embeds", "x"):
         yield _noise(2, LENGTH, _get(config, "hidden_size", 32))
+        yield _noise(2, LENGTH, _get(config, "d_model", 32))
+        # Patches of an image, flattened, as many as grid_thw says.
+        channels = _get(config, "in_channels", 0) or _get(config, "in_chans", 0) or _get(config, "num_channels", 3)
+        patch = _get(config, "patch_size", 14)
+        for frames in (_get(config, "temporal_patch_size", 1), 1):
+            yield _noise(16, channels * frames * patch * patch)
     elif name in ("past_values", "future_values"):
         yield _noise(2, _get(config, "context_length", 32), _get(config, "num_input_channels", 1))
 
