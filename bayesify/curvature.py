@@ -6,8 +6,8 @@ rules must reproduce a weighted gradient of autograd's. What does not takes a ba
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bayesify.graphs import Graph, Use, grads, kind
+from bayesify.parts import Layout, NoRuleError, Part, add_squares, chunks
 from bayesify.posteriors import state_dtype
-from bayesify.rules import RULES, Layout, NoRuleError, Part, add_squares, chunks, part_of
+from bayesify.rules import RULES, part_of
 
 ROUNDS = 12  # operations on parameters alone, one after the other, that are looked into
 EVERY_LAYOUT = [Layout(dim, inner) for dim in range(5) for inner in (False, True)]
@@ -156,17 +157,8 @@ class SquaredGradients:
         if len(parts) == 1:
             parts[0].add_squares(total)
             return
-        for summed, _, _ in summed_parts(parts, total.numel()):
-            add_squares(total, summed)
-
-
-def summed_parts(parts: list[Part], size: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield (gradients summed over a parameter's uses, first example, last + 1), a few examples at a time."""
-    for start, stop in chunks(parts[0].batch, size):
-        summed = parts[0].grads(start, stop)
-        for part in parts[1:]:
-            summed = summed + part.grads(start, stop)
-        yield summed, start, stop
+        for start, stop in chunks(parts[0].batch, total.numel()):
+            add_squares(total, reduce(torch.add, (part.grads(start, stop) for part in parts)))
 
 
 def each_part(
@@ -301,8 +293,8 @@ def find_uncovered(graph: Graph, output: Tensor, params: Mapping[str, Tensor], t
     def compare(name: str, parts: list[Part]) -> None:
         exact = truth.pop(name)
         error = torch.zeros_like(params[name]) if exact is None else exact.neg()
-        for summed, start, stop in summed_parts(parts, error.numel()):
-            error += torch.tensordot(weights.flatten()[start:stop].to(summed.dtype), summed, 1)
+        for part in parts:
+            error += part.weighted_sum(weights.flatten().to(error.dtype))
         size = 0.0 if exact is None else float(torch.linalg.vector_norm(exact))
         # The gradient may be nothing but rounding, as that of an attention's key bias; then its terms give the scale.
         terms = sum(trial.sizes.get(use.node, 0.0) for use in uses[name])

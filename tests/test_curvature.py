@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import curvature, rules
+from bayesify import curvature, parts, rules
 from bayesify.curvature import SquaredGradients
 
 CLASSES = 3
@@ -233,7 +233,7 @@ def test_every_use_is_exact(name, size):
 
 @pytest.mark.parametrize("name", CASES)
 def test_small_chunks_and_trials_on_the_whole_batch_give_the_same(name, monkeypatch):
-    monkeypatch.setattr(rules, "BLOCK", 5)
+    monkeypatch.setattr(parts, "BLOCK", 5)
     params, run = case(name)
     assert_exact(batched(params, run, 6, 6, few=6), one_by_one(params, run, 6))
 
@@ -382,13 +382,13 @@ def test_autocast_is_as_exact_as_its_gradients():
 def test_layouts_take_the_examples_apart():
     tensor = torch.arange(24).view(2, 12)
     for inner, expected in ((False, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]), (True, [0, 1, 2] * 4)):
-        layout = rules.Layout(1, inner)
+        layout = parts.Layout(1, inner)
         owners = layout.owners(12, 3)
         assert owners.tolist() == expected
         for n in range(3):
             assert torch.equal(layout.split(tensor, 3)[n], tensor[:, owners == n])
-    with pytest.raises(rules.NoRuleError):
-        rules.Layout(0, False).split(tensor, 3)
+    with pytest.raises(parts.NoRuleError):
+        parts.Layout(0, False).split(tensor, 3)
 
 
 def test_a_plan_is_made_once_per_kind_of_graph(monkeypatch):
