@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -12,11 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify import threads
 from bayesify.methods.base import Method
-from bayesify.noise import CHUNK
 from bayesify.posteriors import (
-    LOW_PRECISION,
     Factor,
     Posterior,
     Prior,
@@ -24,81 +20,80 @@ from bayesify.posteriors import (
     host,
     quadratic_energy,
     quadratic_pull,
-    square_norm,
     state_dtype,
 )
+from bayesify.threads import Array, blocks, blockwise, scratch
 
 CLAMP_MIN = 1e-8
 
 
 class Link(NamedTuple):
-    """A positive link s = g(rho).
+    """A positive link s = g(rho), in torch and, for blocks without gradients, in numpy.
 
     Attributes:
-        std: g, as a new tensor.
+        std: g.
+        slope: g', of (rho, s).
+        log_std: log s, of (rho, s).
         inverse: The rho of an s.
-        log_std: log s of (rho, s).
-        slope_: Of (rho, s): the slope g'(rho), written over s.
-        prior_slope_: Of (out, rho, s, a, c): out <- (out + a s - c/s) g'(rho) in place; s is scratch.
+        block_std: g, of (rho, out).
+        block_slope: g' written over s, of (rho, s).
+        block_log: The sum of log s, of (rho, s, scratch).
     """
 
     std: Callable[[Tensor], Tensor]
-    inverse: Callable[[float], float]
+    slope: Callable[[Tensor, Tensor], Tensor]
     log_std: Callable[[Tensor, Tensor], Tensor]
-    slope_: Callable[[Tensor, Tensor], Tensor]
-    prior_slope_: Callable[[Tensor, Tensor, Tensor, Factor, Factor], Tensor]
+    inverse: Callable[[float], float]
+    block_std: Callable[[Array, Array], Array]
+    block_slope: Callable[[Array, Array], Array]
+    block_log: Callable[[Array, Array, Array], float]
 
 
-def softplus(rho: Tensor) -> Tensor:
-    """Return log(1 + exp(rho)); without gradients by numpy, whose log1p is many times faster than torch's."""
-    wants_grad = torch.is_grad_enabled() and rho.requires_grad
-    rho = rho if wants_grad else rho.detach()
-    plain = type(rho) is Tensor and rho.device.type == "cpu" and rho.is_contiguous() and rho.dtype not in LOW_PRECISION
-    if wants_grad or not plain or rho.numel() == 0 or float(rho.max()) > 20:
-        return F.softplus(rho)
-    # Never rho.numpy(): it forbids a tensor's memory to be resized, which sharded parameters need.
-    s = torch.exp(rho)
-    threads.run([partial(np.log1p, piece, out=piece) for piece in (t.numpy() for t in torch.split(s.view(-1), CHUNK))])
-    return s
+def _block_softplus(rho: Array, out: Array) -> Array:
+    """Write log(1 + exp(rho)), which is rho itself where exp would overflow."""
+    if rho.max() > 80:
+        np.minimum(rho, 80, out=out)
+        return np.maximum(np.log1p(np.exp(out, out=out), out=out), rho, out=out)
+    return np.log1p(np.exp(rho, out=out), out=out)
 
 
-def _softplus_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
-    axpy_(out, s, a)
-    axpy_(out, s.reciprocal_(), -c)
-    return out.mul_(torch.sigmoid(rho, out=s))
+def _block_sum_log(rho: Array, s: Array, scratch: Array) -> float:
+    with np.errstate(divide="ignore"):  # s = 0 is a point, with an infinite penalty
+        return float(np.log(s, out=scratch).sum())
 
 
-def _exp_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
-    return axpy_(out, s, a).mul_(s).sub_(c)
-
-
-def _clamp_prior_slope_(out: Tensor, rho: Tensor, s: Tensor, a: Factor, c: Factor) -> Tensor:
-    axpy_(out, s, a)
-    axpy_(out, s.reciprocal_(), -c)
-    return out.masked_fill_(rho < CLAMP_MIN, 0)
+def _block_softplus_slope(rho: Array, s: Array) -> Array:
+    """Write 1 - exp(-s), which is the sigmoid of rho."""
+    return np.negative(np.expm1(np.negative(s, out=s), out=s), out=s)
 
 
 LINKS = {
     "softplus": Link(
-        std=softplus,
-        inverse=lambda s: s + math.log(-math.expm1(-s)),
+        std=F.softplus,
+        slope=lambda rho, s: torch.sigmoid(rho),
         log_std=lambda rho, s: s.log(),
-        slope_=lambda rho, s: torch.sigmoid(rho, out=s),
-        prior_slope_=_softplus_prior_slope_,
+        inverse=lambda s: s + math.log(-math.expm1(-s)),
+        block_std=_block_softplus,
+        block_slope=_block_softplus_slope,
+        block_log=_block_sum_log,
     ),
     "exp": Link(
         std=torch.exp,
-        inverse=math.log,
+        slope=lambda rho, s: s,
         log_std=lambda rho, s: rho,
-        slope_=lambda rho, s: s,
-        prior_slope_=_exp_prior_slope_,
+        inverse=math.log,
+        block_std=lambda rho, out: np.exp(rho, out=out),
+        block_slope=lambda rho, s: s,
+        block_log=lambda rho, s, scratch: float(rho.sum()),
     ),
     "clamp": Link(
         std=lambda rho: rho.clamp(min=CLAMP_MIN),
-        inverse=lambda s: max(s, CLAMP_MIN),
+        slope=lambda rho, s: (rho >= CLAMP_MIN).to(rho.dtype),
         log_std=lambda rho, s: s.log(),
-        slope_=lambda rho, s: torch.ge(rho, CLAMP_MIN, out=s),
-        prior_slope_=_clamp_prior_slope_,
+        inverse=lambda s: max(s, CLAMP_MIN),
+        block_std=lambda rho, out: np.maximum(rho, CLAMP_MIN, out=out),
+        block_slope=lambda rho, s: np.greater_equal(rho, CLAMP_MIN, out=s, casting="unsafe"),
+        block_log=_block_sum_log,
     ),
 }
 
@@ -185,13 +180,33 @@ class VIPosterior(Posterior):
         return torch.addcmul(mean.to(noise.dtype), noise, LINKS[self.link].std(self.rho)).to(mean.dtype)
 
     def draw(self, mean: Tensor, noise: Tensor) -> Tensor:
-        """Compute `theta` in the memory of s, whose sums are kept for the penalty of this training step."""
-        s = LINKS[self.link].std(self.rho.detach())
-        if self.training and not self.flat:
-            self._sums = self._sums_of(self.rho.detach(), s)
-        if mean.dtype != s.dtype:
+        """Compute `theta` and, in training, the sums over s that the penalty of this step needs."""
+        rho, link = self.rho.detach(), LINKS[self.link]
+        keep = self.training and not self.flat
+        if not (blockwise(mean, rho, noise) and self._ordinary(1.0)):
+            s = link.std(rho)
+            self._sums = self._sums_of(rho, s) if keep else None
             return torch.addcmul(mean.to(s.dtype), noise, s).to(mean.dtype)
-        return torch.addcmul(mean, noise, s, out=s)
+        theta = torch.empty_like(mean, requires_grad=False)
+        logs: list[float] = []
+        squares: list[float] = []
+
+        def kernel(m: Array, r: Array, eps: Array, out: Array) -> None:
+            s = link.block_std(r, scratch(r))
+            if keep:
+                logs.append(link.block_log(r, s, out))
+                squares.append(float(np.dot(s, s)))
+            np.add(np.multiply(s, eps, out=out), m, out=out)
+
+        blocks(kernel, mean.detach(), rho, noise, theta)
+        if keep:
+            # fsum does not mind the order in which the threads were done.
+            self._sums = self._sums_without_row(rho, rho.numel(), math.fsum(logs), math.fsum(squares))
+        return theta
+
+    def _ordinary(self, coef: float) -> bool:
+        """Tell whether float32 holds everything on the way: the prior's scale and the factors of its gradient."""
+        return 1e-15 < self.prior_sig < 1e15 and 1e-30 < abs(coef) < 1e30 and 1e-30 < abs(coef) * self.precision < 1e30
 
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)).
@@ -210,15 +225,17 @@ class VIPosterior(Posterior):
     def _sums_of(self, rho: Tensor, s: Tensor) -> "Sums":
         """Return the sums over the elements that are random: of log s and of s^2."""
         logs = LINKS[self.link].log_std(rho, s)
-        safe = 1e-15 < self.prior_sig < 1e15  # else s may be so small that its square is none in float32
-        cheap = safe and s.dtype == torch.float32 and not s.requires_grad
-        squares = square_norm(s) if cheap else s.double().square().sum()
-        count, total = rho.numel(), logs.sum().double()
+        return self._sums_without_row(rho, rho.numel(), logs.double().sum(), s.double().square().sum())
+
+    def _sums_without_row(self, rho: Tensor, numel: int, logs: Factor, squares: Factor) -> "Sums":
+        """Take the fixed row, which is not random, away from sums over all elements."""
         if self.fixed_row is not None:
-            row = s[self.fixed_row]
-            count, total = count - row.numel(), total - logs[self.fixed_row].sum()
-            squares = squares - row.double().square().sum()
-        return Sums(self.rho, self.rho._version, count, total, squares)
+            row = rho[self.fixed_row]
+            s = LINKS[self.link].std(row)
+            numel -= row.numel()
+            logs = logs - LINKS[self.link].log_std(row, s).double().sum()
+            squares = squares - s.double().square().sum()
+        return Sums(self.rho, self.rho._version, numel, logs, squares)
 
     @property
     def precision(self) -> float:
@@ -232,16 +249,44 @@ class VIPosterior(Posterior):
 
         m: grad + coef (m - theta0)/sigma^2; rho: (grad * eps + coef (s/sigma^2 - 1/s)) * ds/drho.
         """
-        grad_mean = quadratic_pull(mean, self, self.precision, grad, coef)
+        factor = None if coef is None or self.flat else host(coef)
+        if grad is not None and noise is not None and isinstance(factor, float) and self._ordinary(factor):
+            grad = grad.contiguous()
+            center = () if self.prior_center.dim() == 0 else (self.prior_center,)
+            if blockwise(mean, self.rho, noise, grad, *center):
+                return self._block_pullback(mean, noise, grad, factor, center)
         rho, link = self.rho.detach(), LINKS[self.link]
-        out = torch.zeros_like(rho) if grad is None or noise is None else noise.mul_(grad)
-        if coef is None or self.flat:
-            return grad_mean, out.mul_(link.slope_(rho, link.std(rho)))
-        c = host(coef)
-        link.prior_slope_(out, rho, link.std(rho), c * self.precision, c)
+        s = link.std(rho)
+        out = torch.zeros_like(rho) if grad is None or noise is None else noise * grad
+        if factor is not None:
+            axpy_(out, s, factor * self.precision)
+            axpy_(out, s.reciprocal(), -factor)
+        out *= link.slope(rho, s)
         if self.fixed_row is not None:
             out[self.fixed_row] = 0
-        return grad_mean, out
+        return quadratic_pull(mean, self, self.precision, grad, coef), out
+
+    def _block_pullback(
+        self, mean: Tensor, noise: Tensor, grad: Tensor, c: float, center: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `pullback` block by block; the gradient of rho takes the memory of the noise."""
+        link, factor = LINKS[self.link], c * self.precision
+        constant = 0.0 if center else float(self.prior_center)
+        grad_mean = torch.empty_like(mean, requires_grad=False)
+
+        def kernel(m: Array, r: Array, eps: Array, g: Array, out: Array, *theta0: Array) -> None:
+            s = link.block_std(r, scratch(r))
+            np.multiply(eps, g, out=eps)
+            np.add(eps, np.multiply(s, factor, out=out), out=eps)
+            np.subtract(eps, np.divide(c, s, out=out), out=eps)
+            np.multiply(eps, link.block_slope(r, s), out=eps)
+            np.subtract(m, theta0[0] if theta0 else constant, out=out)
+            np.add(np.multiply(out, factor, out=out), g, out=out)
+
+        blocks(kernel, mean.detach(), self.rho.detach(), noise, grad, grad_mean, *center)
+        if self.fixed_row is not None:
+            noise[self.fixed_row] = 0
+        return grad_mean, noise
 
 
 class Sums(NamedTuple):
@@ -250,5 +295,5 @@ class Sums(NamedTuple):
     rho: Tensor
     version: int
     numel: int
-    logs: Tensor
-    squares: Tensor
+    logs: Factor
+    squares: Factor
