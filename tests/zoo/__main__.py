@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results/zoo.json"
 TABLE = ROOT / "docs/zoo.md"
 LIBRARIES = ("torchvision", "timm", "transformers")
+PATIENCE = 20  # times the processor time that a model may take, before its process is given up
 CHUNK = 8  # models per process: importing the libraries takes longer than many a model
 VERDICTS = ("ok", "fails", "not run")
 
@@ -52,22 +53,32 @@ def run(library: str, names: list[str], *, timeout: float, memory: float) -> Ite
             yield row
 
 
+def command_of(*arguments: str) -> list[str]:
+    """Return the command that tries a few models in a process of their own."""
+    return [sys.executable, "-m", "tests.zoo.worker", *arguments]
+
+
 def _run_process(library: str, names: list[str], *, timeout: float, memory: float) -> Iterator[Row]:
     """Yield the verdicts of one process; the last one may be that it crashed or took too long."""
-    command = [sys.executable, "-m", "tests.zoo.worker", library, str(memory), *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command_of(library, str(memory), str(timeout), *names),
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_pump, args=(process, lines), daemon=True).start()
+    reader = threading.Thread(target=_pump, args=(process, lines), daemon=True)
+    reader.start()
     left = list(names)
     try:
         while left:
             try:
-                line = lines.get(timeout=timeout)
+                line = lines.get(timeout=PATIENCE * timeout)
             except queue.Empty:
-                yield _lost(library, left[0], f"takes more than {timeout:.0f} s")
+                yield _lost(library, left[0], f"hangs: no verdict within {PATIENCE * timeout:.0f} s")
                 return
             if line is None:
                 yield _lost(library, left[0], f"the process ended with code {process.wait()}, perhaps out of memory")
@@ -78,12 +89,14 @@ def _run_process(library: str, names: list[str], *, timeout: float, memory: floa
     finally:
         process.kill()
         process.wait()
+        reader.join()
 
 
 def _pump(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
+    with process.stdout as output:
+        for line in output:
+            lines.put(line)
     lines.put(None)
 
 
@@ -160,7 +173,7 @@ def main() -> None:
     parser.add_argument("--library", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--match", default="*", help="glob over names")
     parser.add_argument("--again", nargs="*", choices=VERDICTS, default=[], help="try these verdicts again")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds per model")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of processor time per model")
     parser.add_argument("--memory", type=float, default=16.0, help="GB per process")
     options = parser.parse_args()
     for library in options.library:

@@ -13,8 +13,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .checks import Case, PlainModelError, tensors
-from .configs import shrink
+from .configs import parts_of, shrink
 
+WANTED = ("bbox", "past_time_features", "past_observed_mask", "future_time_features")  # optional by name only
+COMPANIONS = ("encoder_hidden_states", "decoder_input_ids")
 MODALITIES = ("input_ids", "pixel_values", "input_features", "input_values", "inputs", "inputs_embeds")
 LARGEST = 120_000_000
 LENGTH = 16
@@ -124,12 +126,14 @@ def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     required = [n for n, p in parameters.items() if p.default is p.empty]
+    required += [n for n in WANTED if n in parameters]
     main = getattr(model, "main_input_name", "input_ids")
     sets = [[main, *required], required]
     sets += [[*required, n] for n in MODALITIES if n in parameters]
     sets += [[*required, n, "input_ids"] for n in MODALITIES if n in parameters]
-    if "decoder_input_ids" in parameters:
-        sets = [[*s, "decoder_input_ids"] for s in sets] + sets
+    for companion in COMPANIONS:
+        if companion in parameters:
+            sets = [[*s, companion] for s in sets] + sets
     fixed = {n: v for n, v in (("use_cache", False), ("return_dict", True)) if n in parameters}
     tried: set[tuple[str, ...]] = set()
     for names in sets:
@@ -144,54 +148,82 @@ def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _values(name: str, config: PreTrainedConfig) -> Iterator[Any]:
     """Yield possible values of one argument."""
-    if "input_ids" in name or name in ("input", "inputs"):
+    get = Lookup(config)
+    if name in FEW:
+        yield FEW[name](get)
+    elif "input_ids" in name or name in ("input", "inputs"):
         yield _ids(2, LENGTH)
-    elif name == "attention_mask":
-        yield torch.ones(2, LENGTH, dtype=torch.long)
-    elif name == "bbox":
-        yield torch.arange(4).expand(2, LENGTH, 4).contiguous()
-    elif name in ("pixel_values", "pixel_values_images"):
-        for size in _image_sizes(config):
-            yield _noise(2, _get(config, "num_channels", 3), size, size)
-        for size in _image_sizes(config):
-            yield _noise(2, _get(config, "num_frames", 8), _get(config, "num_channels", 3), size, size)
+        yield _ids(2, LENGTH, get("num_codebooks", 4))
+        yield _ids(2, get("num_codebooks", 4), LENGTH)
+    elif name.startswith("pixel_values"):
+        channels = get("num_channels", 0) or get("in_channels", 0) or get("in_chans", 3)
+        sizes = list(dict.fromkeys([*get.image_sizes(), (64, 64), (128, 128), (224, 224)]))
+        yield from (_noise(2, channels, *size) for size in sizes)
+        patch = get("patch_size", 14)
+        for frames in (get("temporal_patch_size", 1), 1):
+            yield _noise(16, channels * frames * patch * patch)
+        yield from (_noise(2, get("num_frames", 8), channels, *size) for size in sizes)
+        yield _noise(2, 2, channels, 64, 64)
+    elif name == "past_values":
+        yield _noise(2, get.history())
+        yield _noise(2, get.history(), get("num_input_channels", 1))
     elif name == "input_features":
-        bins = _get(config, "num_mel_bins", 80)
-        for length in (2 * _get(config, "max_source_positions", 1500), 128, 1024):
+        bins = get("num_mel_bins", 80)
+        for length in (2 * get("max_source_positions", 1500), 128, 1024):
             yield _noise(2, bins, length)
             yield _noise(2, length, bins)
-    elif name == "input_values":
+            yield _noise(2, 1, length, bins)
+    elif name in ("input_values", "audio_values"):
         yield _noise(2, 4000)
         yield _noise(2, 1, 4000)
         yield _noise(2, 16000)
         yield _noise(2, 1024, 128)
-    elif name == "grid_thw":
-        yield torch.tensor([[1, 4, 4]])
     elif name in ("hidden_states", "inputs_embeds", "encoder_hidden_states", "query_embeds", "x"):
-        yield _noise(2, LENGTH, _get(config, "hidden_size", 32))
-        yield _noise(2, LENGTH, _get(config, "d_model", 32))
+        for width in ("hidden_size", "d_model", "encoder_hidden_size"):
+            yield _noise(2, LENGTH, get(width, 32))
         # Patches of an image, flattened, as many as grid_thw says.
-        channels = _get(config, "in_channels", 0) or _get(config, "in_chans", 0) or _get(config, "num_channels", 3)
-        patch = _get(config, "patch_size", 14)
-        for frames in (_get(config, "temporal_patch_size", 1), 1):
+        channels, patch = get("in_channels", 0) or get("in_chans", 0) or get("num_channels", 3), get("patch_size", 14)
+        for frames in (get("temporal_patch_size", 1), 1):
             yield _noise(16, channels * frames * patch * patch)
-    elif name in ("past_values", "future_values"):
-        yield _noise(2, _get(config, "context_length", 32), _get(config, "num_input_channels", 1))
 
 
-def _image_sizes(config: PreTrainedConfig) -> list[int]:
-    size = _get(config, "image_size", 0) or _get(config, "input_size", 0)
-    size = size[0] if isinstance(size, (list, tuple)) else size
-    return [size] * (size > 0) + [64, 128, 224]
+class Lookup:
+    """Look numbers up in a config, then in its parts."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.parts = list(parts_of(config))
+
+    def __call__(self, name: str, default: int) -> int:
+        """Return a number, the first of a list, or the default."""
+        for part in self.parts:
+            value = getattr(part, name, None)
+            value = value[0] if isinstance(value, (list, tuple)) and value else value
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        return default
+
+    def image_sizes(self) -> list[tuple[int, int]]:
+        """Return the sizes of images that the config speaks of."""
+        found = [getattr(part, n, None) for part in self.parts for n in ("image_size", "img_size", "input_size")]
+        pairs = [(v, v) if isinstance(v, int) else tuple(v)[-2:] for v in found if isinstance(v, (int, list, tuple))]
+        return [pair for pair in pairs if len(pair) == 2 and min(pair) > 1]
+
+    def history(self) -> int:
+        """Return how many past values a time series model wants."""
+        lags = next((p.lags_sequence for p in self.parts if getattr(p, "lags_sequence", None)), [0])
+        return (self("context_length", 0) or self("prediction_length", 8)) + max(lags)
 
 
-def _get(config: PreTrainedConfig, name: str, default: Any) -> Any:
-    """Look an attribute up in a config, then in its parts."""
-    for part in (config, *(v for v in vars(config).values() if isinstance(v, PreTrainedConfig))):
-        value = getattr(part, name, None)
-        if isinstance(value, int) or (isinstance(value, (list, tuple)) and value):
-            return value
-    return default
+FEW: dict[str, Callable[[Lookup], Any]] = {
+    "attention_mask": lambda get: torch.ones(2, LENGTH, dtype=torch.long),
+    "bbox": lambda get: torch.arange(get("dim_bbox", 4)).expand(2, LENGTH, -1).contiguous(),
+    "grid_thw": lambda get: torch.tensor([[1, 4, 4]]),
+    "image_grid_thw": lambda get: torch.tensor([[1, 4, 4]]),
+    "past_time_features": lambda get: _noise(2, get.history(), get("num_time_features", 0)),
+    "past_observed_mask": lambda get: torch.ones(2, get.history()),
+    "future_values": lambda get: _noise(2, get("prediction_length", 8)),
+    "future_time_features": lambda get: _noise(2, get("prediction_length", 8), get("num_time_features", 0)),
+}
 
 
 def _ids(*shape: int) -> Tensor:

@@ -2,9 +2,10 @@
 
 import json
 import resource
+import signal
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,10 +34,13 @@ def verdict(library: str, name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"library": library, "name": name, "model": name, "parameters": None}
     try:
         case = case_of(library, name)
-        row["model"] = case.model
+    except (Exception, OutOfTime) as error:
+        return {**row, "verdict": "not run", "reason": _short(str(error))}
+    row["model"] = case.model
+    try:
         row["parameters"] = check(case)
         return {**row, "verdict": "ok", "reason": ""}
-    except PlainModelError as error:
+    except (PlainModelError, OutOfTime) as error:
         return {**row, "verdict": "not run", "reason": _short(str(error))}
     except Violation as error:
         return {**row, "verdict": "fails", "reason": _short(str(error))}
@@ -50,15 +54,25 @@ def _short(reason: str) -> str:
     return line if len(line) <= 240 else line[:237] + "..."
 
 
-def main(library: str, memory: str, names: list[str]) -> None:
-    """Try each name in turn, within a bound on memory (GB)."""
+class OutOfTime(BaseException):
+    """A model takes too long; no handler of ordinary errors on the way may keep it."""
+
+
+def _out_of_time(*_: object) -> NoReturn:
+    raise OutOfTime("takes too long to be tried here")
+
+
+def main(library: str, memory: str, timeout: str, names: list[str]) -> None:
+    """Try each name in turn, within bounds on memory (GB) and on processor time (seconds, for each)."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     bound = int(float(memory) * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    signal.signal(signal.SIGPROF, _out_of_time)
     for name in names:
+        signal.setitimer(signal.ITIMER_PROF, float(timeout))
         print(MARK + json.dumps(verdict(library, name)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4:])
