@@ -1,13 +1,27 @@
-"""A few threads for work that releases the interpreter lock: random numbers and numpy's functions."""
+"""A few threads for work that releases the interpreter lock: random numbers and numpy's functions.
+
+A chain of elementwise operations costs least block by block, while a block is in the cache. Torch's own threads are too
+slow to start for that; numpy has none, and so it runs on these.
+"""
 
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 1 << 16
+TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.bool: "|b1"}
 
 _executor: ThreadPoolExecutor | None = None
+_local = threading.local()
 
 
 def run(tasks: Sequence[Callable[[], None]]) -> None:
@@ -28,6 +42,53 @@ def run(tasks: Sequence[Callable[[], None]]) -> None:
     for other in others:
         if not other.cancel():  # a thread that has not even started is not worth waiting for
             other.result()
+
+
+def blocks(kernel: Callable[..., None], *tensors: Tensor) -> None:
+    """Call kernel(*arrays) on corresponding flat blocks of several tensors, in any order.
+
+    Args:
+        kernel: Works on numpy arrays, in place.
+        *tensors: Of one size, all `blockwise`.
+    """
+    arrays = [np.asarray(_Memory(t)) for t in tensors]
+    size = tensors[0].numel()
+    tasks = [partial(kernel, *(a[i : i + BLOCK] for a in arrays)) for i in range(0, size, BLOCK)]
+    if len(tasks) < 4:
+        for task in tasks:
+            task()
+    else:
+        run(tasks)
+
+
+def scratch(like: Array) -> Array:
+    """Return memory for one array of a block's size: the thread's own, used again for every block."""
+    kept: dict[str, Array] = _local.__dict__
+    if like.dtype.str not in kept:
+        kept[like.dtype.str] = np.empty(BLOCK, like.dtype)
+    return kept[like.dtype.str][: like.size]
+
+
+def blockwise(*tensors: Tensor) -> bool:
+    """Tell whether `blocks` can work on these tensors: plain ones in the CPU's memory, floats all of one type."""
+    floats = {t.dtype for t in tensors} - {torch.bool}
+    return len(floats) == 1 and all(
+        type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.is_contiguous() and t.dtype in TYPES
+        for t in tensors
+    )
+
+
+class _Memory:
+    """A tensor's memory as numpy sees it. Tensor.numpy() would forbid to resize it, which sharded parameters need."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # kept alive
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (tensor.numel(),),
+            "typestr": TYPES[tensor.dtype],
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def _pool() -> ThreadPoolExecutor:
