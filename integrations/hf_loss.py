@@ -75,6 +75,10 @@ class LossMixin(Host):  # type: ignore[misc]
         """Return the Trainer's own loss, told to divide by a count."""
         with self.compute_loss_context_manager():
             loss: Tensor = super().compute_loss(self.model, inputs, num_items_in_batch=count)
+        if count is not None and self._averages_over_ranks():
+            # The Trainer multiplies what it believes to be divided by the count of all processes.
+            believed = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            loss = loss / self.accelerator.num_processes if believed else loss
         return loss
 
     def _plain_loader(self) -> Any:

