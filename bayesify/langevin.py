@@ -110,63 +110,92 @@ class SGLD(torch.optim.Optimizer):
         before: dict[str, int] = self.state[CHAIN]  # type: ignore[index]
         chain = self.state[CHAIN] = {**before, "step": before["step"] + 1}  # type: ignore[index]
         sampled = {id(s.posterior.original): s for s in self._sampled}
-        moves: list[tuple[Tensor, Tensor]] = []
-        kicks: list[Kick] = []
-        for group in self.param_groups:
-            mu, lr = group["momentum"], group["lr"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                moving = self._drift(param, param.grad, lr, mu)
-                if moving is not param:
-                    moves.append((param, moving))
-                if (found := sampled.get(id(param))) is not None and found.method.nd > 0 and lr > 0:
-                    data = self.num_data * found.method.Ninflate
-                    size = found.method.nd * math.sqrt(2 * lr * (1 - mu) / data)
-                    seed = (noises.mix(chain["seed"], found.scope) + chain["step"]) % 2**64
-                    kicks.append(Kick(moving.detach(), found.posterior, size, seed))
-        add_noise(kicks)
-        for param, velocity in moves:
-            param.add_(velocity)
+        move_all(
+            [
+                self._move(param, group["lr"], group["momentum"], sampled.get(id(param)), chain)
+                for group in self.param_groups
+                for param in group["params"]
+                if param.grad is not None
+            ]
+        )
         for found in self._sampled:
             if found.method.collects(chain["step"]):
                 found.posterior.collect()
         return loss
 
-    def _drift(self, param: Tensor, grad: Tensor, lr: float, mu: float) -> Tensor:
-        """Apply the gradient, and return what the noise is to be added to: the velocity, or theta without momentum."""
-        if mu == 0 and not self.state.get(param):
-            return param.add_(grad, alpha=-lr)
-        if not self.state[param]:
+    def _move(self, param: Tensor, lr: float, mu: float, found: Sampled | None, chain: dict[str, int]) -> "Move":
+        """Gather what one parameter's step needs."""
+        assert param.grad is not None
+        if mu != 0 and not self.state[param]:
             self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-        velocity: Tensor = self.state[param]["velocity"]
-        return velocity.mul_(mu).add_(grad, alpha=-lr)
+        velocity = self.state[param]["velocity"] if self.state.get(param) else None
+        move = Move(param.detach(), param.grad, velocity, lr, mu)
+        if found is None:
+            return move
+        size = found.method.nd * math.sqrt(2 * lr * (1 - mu) / (self.num_data * found.method.Ninflate))
+        seed = (noises.mix(chain["seed"], found.scope) + chain["step"]) % 2**64
+        return move._replace(size=size, seed=seed, key=found.posterior.key, fixed_row=found.posterior.fixed_row)
 
 
-class Kick(NamedTuple):
-    """Noise of standard deviation `size` to be added to `out`."""
+class Move(NamedTuple):
+    """One parameter's step; `size` is the standard deviation of its noise."""
 
-    out: Tensor
-    posterior: sgld.SGLDPosterior
-    size: float
-    seed: int
+    theta: Tensor
+    grad: Tensor
+    velocity: Tensor | None
+    lr: float
+    mu: float
+    size: float = 0.0
+    seed: int = 0
+    key: int = 0
+    fixed_row: int | None = None
 
-    def add(self, piece: Tensor, generator: torch.Generator) -> None:
-        """Add noise to a flat piece of `out`."""
-        piece.add_(torch.empty_like(piece).normal_(generator=generator), alpha=self.size)
+    def step(self, piece: Tensor, generator: torch.Generator) -> None:
+        """Move a flat piece of theta, all in one go while it is in the cache."""
+        start = piece.storage_offset() - self.theta.storage_offset()
+        part = slice(start, start + piece.numel())
+        noise = torch.empty_like(piece).normal_(generator=generator)
+        if self.velocity is None:
+            piece.add_(self.grad.view(-1)[part], alpha=-self.lr).add_(noise, alpha=self.size)
+        else:
+            velocity = self.velocity.view(-1)[part]
+            velocity.mul_(self.mu).add_(self.grad.view(-1)[part], alpha=-self.lr).add_(noise, alpha=self.size)
+            piece.add_(velocity)
+
+    def step_without_noise(self) -> None:
+        """Move theta by its gradient alone."""
+        if self.velocity is None:
+            self.theta.add_(self.grad, alpha=-self.lr)
+        else:
+            self.theta.add_(self.velocity.mul_(self.mu).add_(self.grad, alpha=-self.lr))
+
+    def row(self) -> "Move":
+        """Return the step of a copy of the fixed row."""
+        velocity = None if self.velocity is None else self.velocity[self.fixed_row].clone()
+        return self._replace(
+            theta=self.theta[self.fixed_row].clone(), grad=self.grad[self.fixed_row], velocity=velocity
+        )
 
 
-def add_noise(kicks: list[Kick]) -> None:
-    """Add noise in place, chunk by chunk, so that it is never in memory as a whole; fixed rows get none."""
-    # Elements are numbered in logical order: another memory layout goes through a copy.
-    flat = [k if k.out.is_contiguous() else k._replace(out=k.out.contiguous()) for k in kicks]
-    rows = [None if k.posterior.fixed_row is None else k.out[k.posterior.fixed_row].clone() for k in flat]
-    noises.fill(noises.Job(k.out, k.add, k.seed, k.posterior.key) for k in flat)
-    for kick, kicked, row in zip(kicks, flat, rows, strict=True):
-        if row is not None:
-            kicked.out[kick.posterior.fixed_row] = row
-        if kicked.out is not kick.out:
-            kick.out.copy_(kicked.out)
+def move_all(moves: list[Move]) -> None:
+    """Make the steps of all parameters; the noise is made chunk by chunk, and never in memory as a whole."""
+    noisy = []
+    for move in moves:
+        if move.size == 0:
+            move.step_without_noise()
+        else:
+            # Elements are numbered in logical order: another memory layout goes through a copy.
+            noisy.append(move._replace(theta=move.theta.contiguous(), grad=move.grad.contiguous()))
+    rows = [(move, move.row()) for move in noisy if move.fixed_row is not None]
+    noises.fill(noises.Job(move.theta, move.step, move.seed, move.key) for move in noisy)
+    for move, row in rows:
+        row.step_without_noise()
+        move.theta[move.fixed_row] = row.theta
+        if move.velocity is not None and row.velocity is not None:
+            move.velocity[move.fixed_row] = row.velocity
+    for move, moved in zip((m for m in moves if m.size != 0), noisy, strict=True):
+        if moved.theta.data_ptr() != move.theta.data_ptr():
+            move.theta.copy_(moved.theta)
 
 
 def _sampled(model: nn.Module) -> Iterator[Sampled]:
