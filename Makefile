@@ -26,14 +26,14 @@ test: lint ## Lint, type-check and test
 	$(BIN)/python -m pytest
 
 lint: $(STAMP) ## Lint and type-check
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check bayesify integrations examples tests
+	$(BIN)/ruff format --check bayesify integrations examples tests
 	$(BIN)/mypy bayesify
 	$(BIN)/mypy integrations
 
 format: $(STAMP) ## Format the code
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix bayesify integrations examples tests
+	$(BIN)/ruff format bayesify integrations examples tests
 
 bench: $(STAMP) ## Measure the cost of each method against plain training (minutes)
 	$(BIN)/python -m pytest tests/benchmarks

@@ -51,9 +51,9 @@ class Workload:
         return f"{self.name}, batch {self.batch}"
 
 
-MLP = Workload("mlp", 128, 40)
-SHORT = (MLP, Workload("resnet50", 8, 6), Workload("vit_b_32", 8, 10))
-LONG = (Workload("resnet101", 16, 4), Workload("vit_l_32", 16, 4))
+MLP = Workload("mlp", 128, 30)
+SHORT = (MLP, Workload("resnet50", 8, 4), Workload("vit_b_32", 8, 5))
+LONG = (Workload("resnet101", 16, 2), Workload("vit_l_32", 16, 2))
 
 
 def plain_step(work: Workload):
