@@ -71,7 +71,7 @@ class SquaredGradients:
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.params = dict(params)
         self.totals: dict[str, Tensor] = {}
-        self._plans: dict[tuple[str, ...], Plan] = {}
+        self._plans: dict[tuple[str | int, ...], Plan] = {}
         self._warned = False
 
     @torch.no_grad()

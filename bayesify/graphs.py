@@ -61,7 +61,10 @@ class Use(NamedTuple):
 
 
 class Graph:
-    """The graph below an output: its nodes, inputs first, and who reads each of them."""
+    """The graph below an output: its nodes, inputs first, and who reads each of them.
+
+    Graphs of one `signature` have the same operations on the same parameters.
+    """
 
     def __init__(self, output: Tensor) -> None:
         assert output.grad_fn is not None
@@ -70,7 +73,8 @@ class Graph:
         self.readers: dict[Node, list[Read]] = {}
         self.leaves: dict[int, Node] = {}
         self._visit(output.grad_fn)
-        self.signature = tuple(node.name() for node in self.order)
+        owners = {node: key for key, node in self.leaves.items()}
+        self.signature = tuple(owners.get(node, node.name()) for node in self.order)
 
     def _visit(self, root: Node) -> None:
         stack: list[tuple[Node, bool]] = [(root, False)]

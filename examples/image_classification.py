@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import random
 from pathlib import Path
 
 import torch
@@ -166,6 +167,7 @@ def loaders(args, built, source, test):
 def build(args, classes, steps_per_epoch):
     """Return the Bayesian model with its transforms, on the GPU if there is one."""
     torch.manual_seed(args.seed)
+    random.seed(args.seed)  # timm's transforms draw from it
     options = dict(args.hparams)
     if "burnin" in options:
         options["burnin"] *= steps_per_epoch
@@ -252,10 +254,10 @@ def settings_of(args):
 
 def remember(path, args, model, optimizer, scaler, history):
     """Write what `resume` needs, by one atomic rename, and the log."""
-    random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    states = {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     state = {name: part.state_dict() for name, part in parts.items()}
-    state |= {"random": random, "history": history, "settings": settings_of(args)}
+    state |= {"random": states, "history": history, "settings": settings_of(args)}
     torch.save(state, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").replace(path)
     path.with_name("log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in history))
@@ -269,6 +271,7 @@ def resume(path, args, model, optimizer, scaler):
     check_settings(path, state["settings"], args)
     for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
         part.load_state_dict(state[name])
+    random.setstate(state["random"]["python"])
     torch.set_rng_state(state["random"]["cpu"])
     torch.cuda.set_rng_state_all(state["random"]["cuda"])
     return state["history"]

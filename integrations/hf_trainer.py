@@ -38,7 +38,7 @@ class BayesTrainerMixin(LossMixin):
         samples: Posterior samples of `evaluate` and `predict`; None is the method's `nst`, 0 the posterior mean.
         lr_head: Learning rate of the head.
         lr_sig: Learning rate of the posteriors' own parameters (VI's rho).
-        head: The head, as a module of the model or its exact name.
+        head: The head, as a module of the model or its exact name, or several of them.
         momentum: Of method "sgld".
         burnin_epochs: Of method "sgld", in place of its option `burnin` (which is in optimizer steps).
         laplace: Options of `bayesify.fit_laplace`, which runs after training with method "la".
@@ -58,7 +58,7 @@ class BayesTrainerMixin(LossMixin):
         samples: int | None = None,
         lr_head: float | None = None,
         lr_sig: float | None = None,
-        head: nn.Module | str | None = None,
+        head: Any = None,
         momentum: float = 0.0,
         burnin_epochs: float | None = None,
         laplace: Mapping[str, Any] | None = None,

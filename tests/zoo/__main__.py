@@ -26,7 +26,7 @@ RESULTS = ROOT / "docs/results/zoo.json"
 TABLE = ROOT / "docs/zoo.md"
 LIBRARIES = ("torchvision", "timm", "transformers")
 PATIENCE = 20  # times the processor time that a model may take, before its process is given up
-CHUNK = 8  # models per process: importing the libraries takes longer than many a model
+CHUNK = 24  # models per process: importing the libraries takes longer than many a model
 VERDICTS = ("ok", "fails", "not run")
 
 Row = dict[str, Any]

@@ -1,0 +1,101 @@
+"""Compare all methods on 244 photos of ants and bees, with a pretrained prior and from scratch.
+
+    BAYESIFY_DATA=... python examples/hymenoptera.py            # every run that has no result yet; then the page
+    BAYESIFY_DATA=... python examples/hymenoptera.py --page     # the page from the results alone
+
+The folder needs `hymenoptera/{train,val}/<class>` and `weights/efficientnet_lite0_in1k_timm.safetensors`. One setting
+per method for all seeds, chosen on a split of the training photos; the test photos are those of `val`, seen once. The
+results are in `docs/results/hymenoptera.json`, from which alone the tables of `docs/vision.md` are written.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+from pathlib import Path
+
+from image_classification import SCORES, parse, run
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs/results/hymenoptera.json"
+PAGE = ROOT / "docs/vision.md"
+MODEL = "tf_efficientnet_lite0"
+WEIGHTS = "weights/efficientnet_lite0_in1k_timm.safetensors"
+SEEDS = (0, 1, 2)
+SHARED = "--size 160 --batch_size 16 --epochs 8 --patience 8 --val_heldout 0.2 --lr 1e-2 --lr_head 3e-2"
+METHODS = {
+    "vanilla": "--schedule cosine",
+}
+
+
+def names():
+    """Return the runs: every method on the pretrained prior, vanilla and VI from scratch too."""
+    return [("pretrained", method) for method in METHODS] + [("scratch", method) for method in ("vanilla", "vi")]
+
+
+def collect(out):
+    """Do the runs that have no result yet; a stop loses one epoch at most."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for start, method in names():
+        for seed in SEEDS:
+            key = f"{start}/{method}/{seed}"
+            if key in results:
+                continue
+            flags = (
+                f"--data hymenoptera --model {MODEL} --method {method} --seed {seed} {SHARED} {METHODS[method]}".split()
+            )
+            if start == "pretrained":
+                flags += ["--weights", str(Path(os.environ.get("BAYESIFY_DATA", "data")) / WEIGHTS)]
+            print(f"\n{key}", flush=True)
+            found = run(parse([*flags, "--out", str(out / key)]))
+            kept = {name: found[name] for name in ("images", "test", "best_epoch", "epochs")}
+            results[key] = {"settings": f"{SHARED} {METHODS[method]}", **kept}
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def summary(values):
+    """Return mean and standard error."""
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+
+
+def page():
+    """Return the section of the page, from the results alone."""
+    results = json.loads(RESULTS.read_text())
+    images = next(iter(results.values()))["images"]
+    lines = [TEXT.format(**images, seeds=len(SEEDS), model=MODEL)]
+    lines += ["| prior mean | method | prediction | " + " | ".join(SCORES) + " |", "|" + "---|" * (3 + len(SCORES))]
+    for start, method in names():
+        found = [results[f"{start}/{method}/{seed}"]["test"] for seed in SEEDS if f"{start}/{method}/{seed}" in results]
+        for prediction in ("mean",) if method == "vanilla" else ("mean", "samples"):
+            if len(found) > 1:
+                cells = [summary([r[prediction][score] for r in found]) for score in SCORES]
+                lines.append(f"| {start} | {method} | {prediction} | " + " | ".join(cells) + " |")
+    lines += ["", "Settings of all runs: `" + SHARED + "`; of each method:", ""]
+    lines += [f"- {method}: `{flags}`" for method, flags in METHODS.items()]
+    return "\n".join(lines)
+
+
+TEXT = """## Ants and bees
+
+{train} training, {val} validation and {test} test photos (hymenoptera), {model} with ImageNet weights as prior mean or
+from scratch with prior mean zero, {seeds} seeds, means and standard errors; samples are 5. Written by
+`python examples/hymenoptera.py --page` from `docs/results/hymenoptera.json`.
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--out", type=Path, default=Path("runs/hymenoptera"))
+    args = parser.parse_args()
+    if not args.page:
+        collect(args.out)
+    section = f"<!-- results -->\n{page()}\n<!-- end of results -->"
+    PAGE.write_text(
+        re.sub(r"<!-- results -->.*<!-- end of results -->", lambda _: section, PAGE.read_text(), flags=re.S)
+    )
+
+
+if __name__ == "__main__":
+    main()
