@@ -101,7 +101,7 @@ class BayesTrainerMixin(LossMixin):
                 for scope in sampled:
                     steps = round(self._burnin_epochs * self._steps_per_epoch)
                     scope.method = replace(scope.method, burnin=steps)  # type: ignore[call-arg]
-            groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)  # type: ignore[arg-type]
+            groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
             self.optimizer = bayesify.SGLD(model, groups, num_data=self.num_data, momentum=self._momentum)
         else:
             with self._groups_for_optimizer(model):
@@ -126,7 +126,7 @@ class BayesTrainerMixin(LossMixin):
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return `param_groups`, the rest (what is not Bayesian) with the Trainer's weight decay."""
-        groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)  # type: ignore[arg-type]
+        groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
         decayed = set(self.get_decay_parameter_names(model))
         names = {id(p): n for n, p in model.named_parameters()}
         out = [g for g in groups if g["name"] != "rest"]
