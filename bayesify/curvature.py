@@ -20,6 +20,7 @@ from bayesify.posteriors import state_dtype
 from bayesify.rules import RULES, part_of
 
 ROUNDS = 12  # operations on parameters alone, one after the other, that are looked into
+HIDING = "CheckpointFunctionBackward"
 EVERY_LAYOUT = [Layout(dim, inner) for dim in range(5) for inner in (False, True)]
 
 Finished = Callable[[str, list[Part]], None]
@@ -84,6 +85,11 @@ class SquaredGradients:
             smaller: Returns the same output for a few examples only, or None; trials on it are cheap.
         """
         graph = Graph(output)
+        if HIDING in graph.signature:
+            raise ValueError(
+                "the model checkpoints activations with use_reentrant=True, which hides its parameters from autograd's "
+                "graph; use use_reentrant=False, or switch checkpointing off"
+            )
         names = [name for name, param in self.params.items() if id(param) in graph.leaves]
         for name in names:
             if name not in self.totals:
@@ -125,15 +131,19 @@ class SquaredGradients:
             if not unknown:
                 break
             trial = trial.with_more(try_weights(graph, output, list(unknown)))
-        layouts, uncovered = trial.layouts, find_uncovered(graph, output, params, trial)
-        self._plans[graph.signature] = plan = Plan(graph, layouts, set(uncovered))
+        try:
+            uncovered = find_uncovered(graph, output, params, trial)
+        except RuntimeError as error:
+            # Checkpointing, for one, lets nobody else read what it has saved.
+            uncovered = dict.fromkeys(params, type(error).__name__)
+        self._plans[graph.signature] = plan = Plan(graph, trial.layouts, set(uncovered))
         if uncovered and not self._warned:
             self._warned = True
             name, why = next(iter(uncovered.items()))
             warnings.warn(
-                f"no batched rule for {len(uncovered)} parameters (the first is {name!r}, used by {why}): they take a "
-                "backward pass per example, which is exact but slow",
-                stacklevel=4,
+                f"no batched rule for {len(uncovered)} parameters (the first is {name!r}, because of {why}): they take "
+                "a backward pass per example, which is exact but slow",
+                stacklevel=6,
             )
         return plan
 
@@ -239,20 +249,25 @@ def try_weights(graph: Graph, output: Tensor, nodes: Sequence[Node]) -> Trial:
         layouts[node] = [
             Layout(dim, inner)
             for dim, (a, b) in enumerate(zip(plain[node].slices, weighted[node].slices, strict=True))
-            if len(a) % len(output) == 0
-            for inner in ((False, True) if len(a) > len(output) else (False,))
-            if _close(b, a * weight[Layout(dim, inner).owners(len(a), len(output))], a, eps**0.5)
+            if a.shape[1] % len(output) == 0
+            for inner in ((False, True) if a.shape[1] > len(output) else (False,))
+            if _fits(a, b, weight[Layout(dim, inner).owners(a.shape[1], len(output))], eps**0.5)
         ]
     return Trial(layouts, {node: found.size for node, found in plain.items()}, eps)
 
 
-def _close(found: Tensor, expected: Tensor, scale: Tensor, tolerance: float) -> bool:
-    """Compare projections."""
-    return bool(((found - expected).abs() <= tolerance * (scale.abs() + scale.abs().max() / 100)).all())
+def _fits(plain: Tensor, weighted: Tensor, weight: Tensor, tolerance: float) -> bool:
+    """Tell whether every slice has its weight, by two projections of each, measured by the slice's norm."""
+    norm = plain[2].sqrt()
+    error = (weighted[:2] - plain[:2] * weight).abs().amax(0)
+    return bool((error <= tolerance * (norm + norm.max() / 100)).all())
 
 
 class Projections(NamedTuple):
-    """Random projections of a gradient's slices along each dimension, the sum of its absolute values, its dtype."""
+    """A gradient's slices along each dimension: two random projections and the sum of squares, (3, slices).
+
+    And the sum of all absolute values, and the dtype.
+    """
 
     slices: list[Tensor]
     size: float
@@ -264,10 +279,11 @@ def _projections(graph: Graph, output: Tensor, seed: Tensor, nodes: Sequence[Nod
     out: dict[Node, Projections] = {}
 
     def project(node: Node, grad: Tensor) -> None:
-        mixed = grad * random_like(grad, torch.Generator().manual_seed(1))
-        rows = (mixed.movedim(dim, 0).reshape(size, -1) for dim, size in enumerate(grad.shape))
-        slices = [r.sum(1, dtype=torch.float64).cpu() for r in rows]
-        out[node] = Projections(slices, float(grad.abs().sum(dtype=torch.float64)), grad.dtype)
+        generator, exact = torch.Generator().manual_seed(1), grad.to(state_dtype(grad))
+        terms = torch.stack([exact * random_like(exact, generator), exact * random_like(exact, generator), exact**2])
+        rows = (terms.movedim(dim, 1).reshape(3, size, -1) for dim, size in enumerate(grad.shape, 1))
+        slices = [r.sum(2, dtype=torch.float64).cpu() for r in rows]
+        out[node] = Projections(slices, float(exact.abs().sum(dtype=torch.float64)), grad.dtype)
 
     graph.backward(output, seed, {node: partial(project, node) for node in nodes})
     return out

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bayesify import curvature, parts, rules
 from bayesify.curvature import SquaredGradients
@@ -364,10 +365,12 @@ def test_several_seeds_are_summed():
     torch.testing.assert_close(squares.totals["bias"], square.sum(0))
 
 
-def test_autocast_is_as_exact_as_its_gradients():
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_half_precision_is_as_exact_as_its_gradients(weights):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, CLASSES))
-    x, labels = torch.randn(6, 7), torch.randint(CLASSES, (6,))
+    model = model.to(weights)
+    x, labels = torch.randn(6, 7).to(weights), torch.randint(CLASSES, (6,))
     params = dict(model.named_parameters())
 
     def run(s):
@@ -376,7 +379,31 @@ def test_autocast_is_as_exact_as_its_gradients():
 
     found = batched(params, run, 6, 6)
     assert all(total.dtype == torch.float32 for total in found.values())
-    assert_exact(found, one_by_one(params, run, 6), rtol=0.05)
+    exact = {name: total.float() for name, total in one_by_one(params, run, 6).items()}
+    assert_exact(found, exact, rtol=0.05)
+
+
+def checkpointed(x, reentrant):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    labels = torch.arange(len(x)) % CLASSES
+
+    def run(s):
+        h = checkpoint(model[:4], x[s], use_reentrant=reentrant)
+        return F.cross_entropy(model[4](h), labels[s], reduction="none")
+
+    return dict(model.named_parameters()), run
+
+
+def test_checkpointing_is_exact_or_refused():
+    x = torch.randn(6, 7, dtype=torch.float64)
+    params, run = checkpointed(x, reentrant=False)
+    with pytest.warns(UserWarning, match="backward pass per example"):
+        found = batched(params, run, 6, 3)
+    assert_exact(found, one_by_one(params, run, 6))
+    params, run = checkpointed(x.requires_grad_(), reentrant=True)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        batched(params, run, 6, 3)
 
 
 def test_layouts_take_the_examples_apart():
