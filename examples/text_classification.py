@@ -125,6 +125,7 @@ def fine_tune(task, args, method, settings, seed):
         report_to="none",
         seed=seed,
         disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
         **(grouped or {"group_by_length": True}),
     )
     trainer = BayesTrainer(
@@ -142,15 +143,17 @@ def fine_tune(task, args, method, settings, seed):
 
 def scored(out):
     """Return the scores of a prediction."""
-    wrong = out.prediction != out.labels
-    return {
+    scores = {
         "error": metrics.error(out.probs, out.labels),
         "nll": metrics.nll(out.probs, out.labels),
         "ece": metrics.ece(out.probs, out.labels),
         "brier": metrics.brier(out.probs, out.labels),
-        "auroc_of_errors": metrics.auroc(out.entropy[~wrong], out.entropy[wrong]),
         "mutual_information": float(out.mutual_information.mean()),
     }
+    wrong = out.prediction != out.labels
+    if wrong.any() and not wrong.all():
+        scores["auroc_of_errors"] = metrics.auroc(out.entropy[~wrong], out.entropy[wrong])
+    return scores
 
 
 def run(task, args, method, settings, seed):
