@@ -20,7 +20,7 @@ from bayesify.posteriors import LOW_PRECISION
 CHAIN = "chain"
 
 
-class Sampled(NamedTuple):
+class Chained(NamedTuple):
     """A parameter that takes noise: its posterior, the method's options, and which of the model's chains it is in."""
 
     posterior: sgld.SGLDPosterior
@@ -123,7 +123,7 @@ class SGLD(torch.optim.Optimizer):
                 found.posterior.collect()
         return loss
 
-    def _move(self, param: Tensor, lr: float, mu: float, found: Sampled | None, chain: dict[str, int]) -> "Move":
+    def _move(self, param: Tensor, lr: float, mu: float, found: Chained | None, chain: dict[str, int]) -> "Move":
         """Gather what one parameter's step needs."""
         assert param.grad is not None
         if mu != 0 and not self.state[param]:
@@ -198,7 +198,7 @@ def move_all(moves: list[Move]) -> None:
             move.theta.copy_(moved.theta)
 
 
-def _sampled(model: nn.Module) -> Iterator[Sampled]:
+def _sampled(model: nn.Module) -> Iterator[Chained]:
     """Yield the posteriors of a model, all of which must be of method "sgld"."""
     scopes = scopes_of(model)
     for _, posterior in named_posteriors(model):
@@ -214,7 +214,7 @@ def _sampled(model: nn.Module) -> Iterator[Sampled]:
                 "keep the model in float32 (torch.autocast may still compute in less)",
                 stacklevel=4,
             )
-        yield Sampled(posterior, scope.method, number)
+        yield Chained(posterior, scope.method, number)
 
 
 def _shared_seed(model: nn.Module) -> int:

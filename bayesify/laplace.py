@@ -121,6 +121,8 @@ def _selected(model: nn.Module, include: Patterns) -> dict[str, Posterior]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Posterior):
             names.setdefault(module, []).append(plain_name(path))
+    for posterior, found in names.items():
+        found.append(posterior.name)  # as in the bayesified model itself, whatever it is wrapped in
     every = {p: Candidate(p.original, [], found) for p, found in names.items()}
     select(list(every.values()), include, None)
     return {candidate.name: p for p, candidate in every.items() if not candidate.skipped}

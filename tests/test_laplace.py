@@ -609,3 +609,5 @@ def test_a_wrapper_is_as_good_as_the_model():
     fit_laplace(model, batches(X, Y), include="second.*")
     assert not any(p.std.any() for _, p in named_posteriors(inner))
     assert all(p.std.all() for _, p in named_posteriors(other))
+    fit_laplace(model, batches(X, Y), include="2.bias")
+    assert [name for name, p in named_posteriors(model) if p.std.any()] == ["first.2.bias", "second.2.bias"]
