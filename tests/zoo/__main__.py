@@ -117,7 +117,7 @@ def write_rows(rows: dict[tuple[str, str], Row]) -> None:
     order = sorted(rows.values(), key=lambda row: (LIBRARIES.index(row["library"]), row["name"]))
     versions = {name: version(name) for name in ("torch", *LIBRARIES)}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    temporary = RESULTS.with_suffix(".tmp")
+    temporary = RESULTS.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps({"versions": versions, "rows": order}, indent=0) + "\n")
     temporary.replace(RESULTS)
 
