@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify import noise as noises
+from bayesify import threads
 from bayesify.core import named_posteriors, scopes_of
 from bayesify.methods import sgld
 from bayesify.posteriors import LOW_PRECISION
@@ -154,7 +155,9 @@ class Move(NamedTuple):
         """Move a flat piece of theta, all in one go while it is in the cache."""
         start = piece.storage_offset() - self.theta.storage_offset()
         part = slice(start, start + piece.numel())
-        noise = torch.empty_like(piece).normal_(generator=generator)
+        on_cpu = piece.device.type == "cpu"
+        noise = threads.scratch_tensor(piece.numel(), piece.dtype) if on_cpu else torch.empty_like(piece)
+        noise.normal_(generator=generator)
         if self.velocity is None:
             piece.add_(self.grad.view(-1)[part], alpha=-self.lr).add_(noise, alpha=self.size)
         else:

@@ -108,6 +108,10 @@ def keep_mask_(out: Tensor, generator: torch.Generator, p_drop: float) -> None:
     enough = abs(round(coarse) - coarse) <= 1e-3 * min(coarse, 2**16 - coarse)
     bits, dtype = (16, torch.int16) if enough else (32, torch.int32)
     dropped = min(round(p_drop * 2**bits), 2**bits - 1)
-    words = torch.empty(-(-out.numel() * bits // 64), dtype=torch.int64, device=out.device)
+    size = -(-out.numel() * bits // 64)
+    if out.device.type == "cpu":
+        words = threads.scratch_tensor(size, torch.int64)
+    else:
+        words = torch.empty(size, dtype=torch.int64, device=out.device)
     words.random_(-(2**63), None, generator=generator)
     torch.ge(words.view(dtype)[: out.numel()], dropped - 2 ** (bits - 1), out=out)

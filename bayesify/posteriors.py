@@ -9,12 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bayesify import noise as noises
+from bayesify import threads
+from bayesify.threads import Array, scratch
 
 ROW = 1024  # elements that are summed in float32
+KEPT_BYTES = 1 << 24  # noise of this size and more is made again in the backward pass, and not kept for it
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Factor = float | Tensor
 
@@ -250,7 +254,8 @@ class Sampled(torch.autograd.Function):
             value = posterior.draw(tensors[0], noise)
         else:
             value = value.detach()
-        ctx.noise = noise
+        kept = noise is not None and noise.numel() * noise.element_size() < KEPT_BYTES
+        ctx.noise = noise if kept else None
         return value, torch.zeros((), dtype=torch.float64, device=value.device)
 
     @staticmethod
@@ -320,7 +325,25 @@ def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale
     """Return scale * precision/2 |m - theta0|^2, or 0 under a flat prior."""
     if posterior.flat:
         return mean.new_zeros((), dtype=torch.float64)
-    return sum_of_squares(deviation(mean, posterior), math.sqrt(scale) * math.sqrt(precision / 2))
+    factor = math.sqrt(scale) * math.sqrt(precision / 2)
+    wants_grad = torch.is_grad_enabled() and mean.requires_grad
+    center = () if posterior.prior_center.dim() == 0 else (posterior.prior_center,)
+    if not wants_grad and 1e-15 < factor < 1e15 and threads.blockwise(mean, *center):
+        return mean.new_tensor(_block_square_distance(mean, posterior, center) * factor**2, dtype=torch.float64)
+    return sum_of_squares(deviation(mean, posterior), factor)
+
+
+def _block_square_distance(mean: Tensor, posterior: Posterior, center: tuple[Tensor, ...]) -> float:
+    """Return |m - theta0|^2, block by block."""
+    constant = 0.0 if center else float(posterior.prior_center)
+    squares: list[float] = []
+
+    def kernel(m: Array, *theta0: Array) -> None:
+        away = np.subtract(m, theta0[0] if theta0 else constant, out=scratch(m)) if theta0 or constant else m
+        squares.append(float(np.dot(away, away)))
+
+    threads.blocks(kernel, mean.detach(), *center)
+    return math.fsum(squares)  # which does not mind the order in which the threads were done
 
 
 def quadratic_pull(

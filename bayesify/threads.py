@@ -61,12 +61,22 @@ def blocks(kernel: Callable[..., None], *tensors: Tensor) -> None:
         run(tasks)
 
 
-def scratch(like: Array) -> Array:
-    """Return memory for one array of a block's size: the thread's own, used again for every block."""
+def scratch(like: Array, number: int = 0) -> Array:
+    """Return memory for an array of a block's size: the thread's own (one by number), used again for every block."""
     kept: dict[str, Array] = _local.__dict__
-    if like.dtype.str not in kept:
-        kept[like.dtype.str] = np.empty(BLOCK, like.dtype)
-    return kept[like.dtype.str][: like.size]
+    name = f"{like.dtype.str}{number}"
+    if name not in kept:
+        kept[name] = np.empty(BLOCK, like.dtype)
+    return kept[name][: like.size]
+
+
+def scratch_tensor(size: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for a flat CPU tensor: the thread's own, used again by whoever asks next."""
+    kept: dict[str, Tensor] = _local.__dict__
+    name = f"tensor of {dtype}"
+    if name not in kept or kept[name].numel() < size:
+        kept[name] = torch.empty(size, dtype=dtype)
+    return kept[name][:size]
 
 
 def blockwise(*tensors: Tensor) -> bool:

@@ -36,7 +36,7 @@ class Link(NamedTuple):
         log_std: log s, of (rho, s).
         inverse: The rho of an s.
         block_std: g, of (rho, out).
-        block_slope: g' written over s, of (rho, s).
+        block_slope: g and g', of (rho, out, another out, scratch).
         block_log: The sum of log s, of (rho, s, scratch).
     """
 
@@ -45,7 +45,7 @@ class Link(NamedTuple):
     log_std: Callable[[Tensor, Tensor], Tensor]
     inverse: Callable[[float], float]
     block_std: Callable[[Array, Array], Array]
-    block_slope: Callable[[Array, Array], Array]
+    block_slope: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
     block_log: Callable[[Array, Array, Array], float]
 
 
@@ -57,14 +57,35 @@ def _block_softplus(rho: Array, out: Array) -> Array:
     return np.log1p(np.exp(rho, out=out), out=out)
 
 
+def _block_softplus_slope(rho: Array, out: Array, slope: Array, scratch: Array) -> tuple[Array, Array]:
+    """Write log(1 + e) and its derivative e/(1 + e), e = exp(rho)."""
+    large = rho.max() > 80
+    e = np.exp(np.minimum(rho, 80, out=slope) if large else rho, out=slope)
+    s = np.log1p(e, out=out)
+    if large:
+        np.maximum(s, rho, out=s)
+    return s, np.divide(e, np.add(e, 1, out=scratch), out=slope)
+
+
+def _block_clamp_slope(rho: Array, out: Array, slope: Array, scratch: Array) -> tuple[Array, Array]:
+    return np.maximum(rho, CLAMP_MIN, out=out), np.greater_equal(rho, CLAMP_MIN, out=slope, casting="unsafe")
+
+
+def _block_exp_slope(rho: Array, out: Array, slope: Array, scratch: Array) -> tuple[Array, Array]:
+    s = np.exp(rho, out=out)
+    return s, s
+
+
 def _block_sum_log(rho: Array, s: Array, scratch: Array) -> float:
+    """Return the sum of log s; by the logs of products of four, where float32 holds these."""
+    quarter = s.size // 4
+    if quarter and s.min() > 1e-9 and s.max() < 1e9:
+        a, b, c, d = s[: 4 * quarter].reshape(4, quarter)
+        product = np.multiply(a, b, out=scratch[:quarter])
+        product *= np.multiply(c, d, out=scratch[quarter : 2 * quarter])
+        return float(np.log(product, out=product).sum()) + float(np.log(s[4 * quarter :]).sum())
     with np.errstate(divide="ignore"):  # s = 0 is a point, with an infinite penalty
         return float(np.log(s, out=scratch).sum())
-
-
-def _block_softplus_slope(rho: Array, s: Array) -> Array:
-    """Write 1 - exp(-s), which is the sigmoid of rho."""
-    return np.negative(np.expm1(np.negative(s, out=s), out=s), out=s)
 
 
 LINKS = {
@@ -83,7 +104,7 @@ LINKS = {
         log_std=lambda rho, s: rho,
         inverse=math.log,
         block_std=lambda rho, out: np.exp(rho, out=out),
-        block_slope=lambda rho, s: s,
+        block_slope=_block_exp_slope,
         block_log=lambda rho, s, scratch: float(rho.sum()),
     ),
     "clamp": Link(
@@ -92,7 +113,7 @@ LINKS = {
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: max(s, CLAMP_MIN),
         block_std=lambda rho, out: np.maximum(rho, CLAMP_MIN, out=out),
-        block_slope=lambda rho, s: np.greater_equal(rho, CLAMP_MIN, out=s, casting="unsafe"),
+        block_slope=_block_clamp_slope,
         block_log=_block_sum_log,
     ),
 }
@@ -140,9 +161,13 @@ class VI(Method):
 
 def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
     """Warn where most elements are so large that adding s * eps rounds back to them."""
-    step = torch.finfo(param.dtype).eps  # the spacing of the numbers between 1 and 2
-    drowned = torch.count_nonzero(param.detach().abs() > 4 * init_sig / step)
-    if drowned > param.numel() / 2:
+    limit = 4 * init_sig / torch.finfo(param.dtype).eps  # eps is the spacing of the numbers between 1 and 2
+    if not param.numel():
+        return
+    least, most = torch.aminmax(param.detach())
+    if max(-least, most) <= limit:
+        return
+    if torch.count_nonzero(param.detach().abs() > limit) > param.numel() / 2:
         warnings.warn(
             f"s = {init_sig:g} is under a quarter of the rounding step of {param.dtype} weights, so most samples equal "
             "the mean; keep the weights in float32 (torch.autocast may compute in less), or raise init_sig",
@@ -275,11 +300,11 @@ class VIPosterior(Posterior):
         grad_mean = torch.empty_like(mean, requires_grad=False)
 
         def kernel(m: Array, r: Array, eps: Array, g: Array, out: Array, *theta0: Array) -> None:
-            s = link.block_std(r, scratch(r))
+            s, slope = link.block_slope(r, scratch(r), scratch(r, 1), out)
             np.multiply(eps, g, out=eps)
             np.add(eps, np.multiply(s, factor, out=out), out=eps)
             np.subtract(eps, np.divide(c, s, out=out), out=eps)
-            np.multiply(eps, link.block_slope(r, s), out=eps)
+            np.multiply(eps, slope, out=eps)
             np.subtract(m, theta0[0] if theta0 else constant, out=out)
             np.add(np.multiply(out, factor, out=out), g, out=out)
 
