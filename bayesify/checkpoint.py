@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bayesify.core import check_wrappable, not_bayesian, wrap
+from bayesify.core import check_module, check_wrappable, not_bayesian, wrap
 from bayesify.draws import Scope
 from bayesify.methods.base import REGISTRY, Method, resolve
 from bayesify.posteriors import Posterior, Prior
@@ -92,7 +92,7 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
 
     Args:
         model: The model; a plain one is bayesified.
-        dir: The folder.
+        dir: The folder, or the file `posterior.safetensors` in it.
 
     Returns:
         The same model.
@@ -100,7 +100,8 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
     Raises:
         CheckpointError: The file is missing, damaged, of another kind, method, version or architecture.
     """
-    path = Path(dir) / POSTERIOR_FILE
+    check_module(model)
+    path = Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE
     file = read(path)
     if any(isinstance(m, Posterior) for m in model.modules()):
         root, scope = root_of(model)

@@ -3,8 +3,10 @@
 A failed call changes nothing: everything is checked and built before the first parametrization is registered.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +42,8 @@ def bayesify(
     Args:
         model: Any module; its weights are the starting point and, by default, the prior mean.
         method: A name ("vi", "mc_dropout", "sgld", "la", "vanilla") or an object of `bayesify.methods`.
-        prior_sig: The prior's standard deviation, or a mapping from name patterns to such (first match wins).
+        prior_sig: The prior's standard deviation, or a mapping from name patterns to such (first match wins; what no
+            pattern matches gets 1).
         prior_mean: None for the current weights, "zero" (1 for normalization scales), a module or state dict with
             other values, or a mapping from name patterns to these; what no pattern matches keeps the current weights.
         bias: How biases are treated; the method's first treatment by default.
@@ -62,6 +65,7 @@ def bayesify(
         >>> loss = model(torch.ones(4, 3)).square().mean() + penalty(model, num_data=100)
         >>> loss.backward()
     """
+    check_module(model)
     chosen = resolve(method, bias, options)
     check_wrappable(model)
     every = candidates(model)
@@ -75,8 +79,7 @@ def bayesify(
 
 def check_wrappable(model: nn.Module) -> None:
     """Raise if the model as a whole cannot be wrapped."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"bayesify takes a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     for name, module in model.named_modules():
         where = f"the submodule {name!r}" if name else "the model"
         if isinstance(module, Posterior):
@@ -89,6 +92,19 @@ def check_wrappable(model: nn.Module) -> None:
             raise ValueError(f"{where} is scripted, and TorchScript has no parametrizations; bayesify the original one")
         if ".quantized" in type(module).__module__:
             raise ValueError(f"{where} is a quantized module, without trainable weights; quantize later")
+
+
+def check_module(model: Any) -> None:
+    """Raise unless this is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")
+
+
+def check_num_data(num_data: Any) -> None:
+    """Raise unless this can be the number of training items."""
+    if isinstance(num_data, bool) or not isinstance(num_data, Real) or not 0 < float(num_data) < math.inf:
+        hint = f"; pass len(...) of it, {len(num_data)}" if hasattr(num_data, "__len__") else ""
+        raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}{hint}")
 
 
 def check_parameters(every: list[Candidate]) -> None:
@@ -188,6 +204,13 @@ def _check_removable(scope: Scope) -> None:
                 f"{type(site.module).__name__}.{site.attribute} has a parametrization that was registered after "
                 "bayesify; remove that one first (torch.nn.utils.parametrize.remove_parametrizations)"
             )
+        ours = {s.attribute for s in scope.sites if s.module is site.module}
+        later = [a for a in site.module.parametrizations if a not in ours and a in site.order]  # type: ignore[union-attr]
+        if later:
+            raise ValueError(
+                f"{type(site.module).__name__}.{later[0]} was parametrized after bayesify; remove that parametrization "
+                "first (torch.nn.utils.parametrize.remove_parametrizations)"
+            )
 
 
 def _unwrap(root: nn.Module, scope: Scope) -> None:
@@ -225,6 +248,7 @@ def scopes_of(model: nn.Module) -> list[Scope]:
         ValueError: There are none.
     """
     found: dict[int, Any] = {}
+    check_module(model)
     for module in model.modules():
         if isinstance(module, Posterior) and module.reader is not None:
             found[id(module.reader)] = module.reader

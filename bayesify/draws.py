@@ -95,12 +95,14 @@ def _stamps(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
 class Mode(NamedTuple):
     """What a block or a forward reads: a draw, the mean, or (both unset) what train() and eval() say.
 
-    A block that was entered inside a backward pass is meant for what runs there, recomputation or not.
+    A block that was entered inside a backward pass is meant for what runs there, recomputation or not. A block is in
+    force on the thread that entered it, and on threads without blocks of their own (DataParallel's, autograd's).
     """
 
     draw: Draw | None = None
     mean: bool = False
     in_backward: bool = False
+    thread: int = 0
 
 
 BY_TRAINING_FLAG = Mode()
@@ -151,10 +153,12 @@ class Scope:
         self.handles: dict[Posterior, Tensor] = {}
         self.steps = self.last_state = 0
         self.warned = not any(not p.flat for p in posteriors)
+        self.told_of_eval = False
         self._forget()
 
     def _forget(self) -> None:
         self._local = threading.local()
+        self._lock = threading.Lock()
         self._past = Past()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scope":
@@ -168,6 +172,7 @@ class Scope:
         copied.caching = copy.deepcopy(self.caching, memo)
         copied.modes, copied.handles = [], {}
         copied.steps, copied.last_state, copied.warned = self.steps, self.last_state, self.warned
+        copied.told_of_eval = self.told_of_eval
         copied._forget()
         return copied
 
@@ -196,7 +201,7 @@ class Scope:
         node = torch._C._current_autograd_node()
         start = node_count()
         sampled = self._sampled_under(module)
-        mode = self.modes[-1] if self.modes else BY_TRAINING_FLAG
+        mode = self._mode()
         if node is not None:
             mode = self._recall(module, node._sequence_nr(), mode, fresh=bool(sampled))
         elif mode is BY_TRAINING_FLAG and sampled:
@@ -300,13 +305,21 @@ class Scope:
         if mode.draw is not None:
             for posterior in self.posteriors:
                 posterior.check_ready()
-        self.modes.append(mode)
+        with self._lock:
+            self.modes.append(mode)
         caches.forget_eval(self.caching)
 
     def pop(self, mode: Mode) -> None:
         """End a mode, whichever came after it."""
-        self.modes = [m for m in self.modes if m is not mode]
+        with self._lock:
+            self.modes = [m for m in self.modes if m is not mode]
         caches.forget_eval(self.caching)
+
+    def _mode(self) -> Mode:
+        """Return the mode in force: the thread's own last one; a thread that has none is somebody's helper."""
+        modes, thread = self.modes, threading.get_ident()
+        own = next((m for m in reversed(modes) if m.thread == thread), None)
+        return own or (modes[-1] if modes else BY_TRAINING_FLAG)
 
     # -- the penalty's watch -----------------------------------------------------------------------------------
 
@@ -317,7 +330,20 @@ class Scope:
         if handle is None or handle.grad_fn is None:
             return None
         node: Any = handle.grad_fn
-        return handle if [t._version for t in node.tensors] == node.versions else None
+        own = (posterior.original, *posterior.learnable())
+        same = all(a is b for a, b in zip(node.tensors, own, strict=True))
+        return handle if same and [t._version for t in node.tensors] == node.versions else None
+
+    def warn_in_eval(self) -> None:
+        """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""
+        sampled = [p for p in self.posteriors if p.stochastic and p.random]
+        if sampled and not (self.told_of_eval or self.modes or any(p.training for p in sampled)):
+            self.told_of_eval = True
+            warnings.warn(
+                "the model is in eval mode, so its loss is that of the posterior mean, and the spread learns from the "
+                "prior alone; call model.train() before training",
+                stacklevel=3,
+            )
 
     def _count_step(self) -> None:
         """Count the training forwards that find other parameters than the last one did: optimizer steps."""
@@ -369,7 +395,7 @@ def override(scopes: Iterable[Scope], mode: Mode) -> Iterator[None]:
     pushed: list[tuple[Scope, Mode]] = []
     try:
         for i, scope in enumerate(scopes):
-            own = Mode(mode.draw and mode.draw.part(i), mode.mean, in_backward)
+            own = Mode(mode.draw and mode.draw.part(i), mode.mean, in_backward, threading.get_ident())
             scope.push(own)
             pushed.append((scope, own))
         yield

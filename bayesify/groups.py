@@ -1,5 +1,6 @@
 """Parameter groups for an optimizer: learning rates for body, head and spread, and no decay on posteriors."""
 
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -72,8 +73,11 @@ def _find_head(model: nn.Module, head: Any) -> nn.Module:
         try:
             return model.get_submodule(head)
         except AttributeError:
-            near = [name for name, _ in model.named_modules() if name.endswith(head)][:3]
-            raise ValueError(f"head {head!r} is not a module of the model; give its full name, e.g. {near}") from None
+            names = [name for name, module in model.named_modules() if name and "parametrizations" not in name]
+            near = [n for n in names if n.endswith(head)] or difflib.get_close_matches(head, names) or names[-1:]
+            raise ValueError(
+                f"head {head!r} is not a module of the model; give its full name, e.g. {near[:3]}"
+            ) from None
     if not isinstance(head, nn.Module):
         raise TypeError(f"head must be a module or its name, got {head!r}")
     if not any(m is head for m in model.modules()):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from bayesify import noise as noises
 from bayesify import threads
-from bayesify.core import named_posteriors, scopes_of
+from bayesify.core import check_num_data, named_posteriors, scopes_of
+from bayesify.draws import Scope
 from bayesify.methods import sgld
 from bayesify.posteriors import LOW_PRECISION
 
@@ -22,11 +23,17 @@ CHAIN = "chain"
 
 
 class Chained(NamedTuple):
-    """A parameter that takes noise: its posterior, the method's options, and which of the model's chains it is in."""
+    """A parameter that takes noise: its posterior, its model's scope, and which of several chains that is."""
 
     posterior: sgld.SGLDPosterior
-    method: sgld.SGLD
+    home: Scope
     scope: int
+
+    @property
+    def method(self) -> sgld.SGLD:
+        """The options in force, which `load` may have changed since."""
+        assert isinstance(self.home.method, sgld.SGLD)
+        return self.home.method
 
 
 class SGLD(torch.optim.Optimizer):
@@ -64,8 +71,7 @@ class SGLD(torch.optim.Optimizer):
         self, model: nn.Module, lr: float | list[dict[str, Any]], *, num_data: float, momentum: float = 0.0
     ) -> None:
         self._sampled = list(_sampled(model))
-        if not _is_number(num_data) or not num_data > 0:
-            raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}")
+        check_num_data(num_data)
         self.num_data = float(num_data)
         if isinstance(lr, (list, tuple)):
             if not lr or not all(isinstance(group, dict) and "lr" in group for group in lr):
@@ -217,7 +223,7 @@ def _sampled(model: nn.Module) -> Iterator[Chained]:
                 "keep the model in float32 (torch.autocast may still compute in less)",
                 stacklevel=4,
             )
-        yield Chained(posterior, scope.method, number)
+        yield Chained(posterior, scope, number)
 
 
 def _shared_seed(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from bayesify import noise as noises
 from bayesify.batches import call_model, device_of, is_one_batch, logits_of, split_batch, to_device
-from bayesify.core import mean, plain_name, scopes_of
+from bayesify.core import check_num_data, mean, plain_name, scopes_of
 from bayesify.curvature import SquaredGradients
 from bayesify.likelihood import Likelihood, Loss
 from bayesify.methods.la import Laplace, LaplacePosterior
@@ -73,9 +73,9 @@ def fit_laplace(
     likelihood = Likelihood(loss)
     if curvature not in CURVATURES:
         raise ValueError(f"curvature must be one of {list(CURVATURES)}, got {curvature!r}")
-    if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, (int, float)) or num_data <= 0):
-        raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}")
-    if isinstance(tune, str) and tune != "marglik":
+    if num_data is not None:
+        check_num_data(num_data)
+    if isinstance(tune, bool) or (isinstance(tune, str) and tune != "marglik"):
         raise ValueError(f"tune must be 'marglik', validation batches or None, got {tune!r}")
     generator = torch.Generator().manual_seed(noises.global_seed()) if curvature == "ggn" else torch.Generator()
     squares = SquaredGradients({name: p.original for name, p in chosen.items()})

@@ -178,7 +178,7 @@ def reliability(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top")
         confidence, true = p.flatten(), one_hot(y, p.shape[1]).flatten()
     else:
         raise ValueError(f"kind must be one of {_KINDS}, got {kind!r}; most papers report 'top'")
-    edges = torch.arange(bins + 1, dtype=torch.float64) / bins
+    edges = torch.arange(bins + 1, dtype=torch.float64, device="cpu") / bins
     return replace(binned(confidence, true, to_double(like(edges, probs), "edges")), edges=edges)
 
 
@@ -240,7 +240,7 @@ def risk_coverage(probs: Array, labels: Array, *, uncertainty: Array | None = No
         raise ValueError(f"uncertainty must have one value for each of {len(p)} rows of probs, got {len(ranking)}")
     _, group, sizes = torch.unique(ranking, return_inverse=True, return_counts=True)
     group_risk = torch.bincount(group, (top != y).double()) / sizes
-    kept = torch.arange(1, len(p) + 1, dtype=torch.float64)
+    kept = torch.arange(1, len(p) + 1, dtype=torch.float64, device="cpu")
     return RiskCoverage(kept / len(p), group_risk.repeat_interleave(sizes).cumsum(0) / kept)
 
 

@@ -120,10 +120,17 @@ def _row(name: str, posterior: Posterior, places: int) -> Row:
         name,
         tuple(posterior.shape),
         f"{type(posterior).__name__.removesuffix('Posterior').lower()}, {std}",
-        "flat" if posterior.flat else f"N({center}, {posterior.prior_sig:g}^2)",
+        _prior(posterior, center),
         ", ".join(n for n in notes if n),
         posterior.original.numel(),
     )
+
+
+def _prior(posterior: Posterior, center: str) -> str:
+    """Describe the prior of one posterior; plain training has weight decay instead."""
+    if posterior.flat:
+        return "flat"
+    return f"wd {posterior.wd:g}" if hasattr(posterior, "wd") else f"N({center}, {posterior.prior_sig:g}^2)"
 
 
 def _short(name: str) -> str:

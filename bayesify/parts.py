@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     def owners(self, size: int, batch: int) -> Tensor:
         """Return to which example each index along `dim` belongs."""
-        index = torch.arange(size)
+        index = torch.arange(size, device="cpu")
         return index % batch if self.inner else index // (size // batch)
 
 

@@ -5,7 +5,8 @@ model was built with stays where it was, as the mean; what else the posterior ke
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -68,7 +69,7 @@ class Posterior(nn.Module):
         self.is_bias = prior.is_bias
         self.flat = flat
         self.register_buffer("prior_center", prior.mean)
-        self.zero_prior = prior.mean.dim() == 0 and not bool(prior.mean)
+        self._look_at_center()
         self.shape = param.shape
         self.fixed_row = fixed_row
         self.name = ""
@@ -134,6 +135,15 @@ class Posterior(nn.Module):
                     getattr(self, name).copy_(tensor)
                 else:
                     self._buffers[name] = tensor.to(self.original.device).clone()
+            self.prior_center = self.prior_center.to(self.original.dtype)
+        self._look_at_center()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._look_at_center()
+
+    def _look_at_center(self) -> None:
+        """Note whether the prior mean is a zero constant: a look at the tensor would wait for an accelerator."""
         self.zero_prior = self.prior_center.dim() == 0 and not bool(self.prior_center)
 
     def configure_like(self, other: "Posterior") -> None:
@@ -270,11 +280,28 @@ class Sampled(torch.autograd.Function):
         noise, ctx.noise = ctx.noise, None
         if grad is not None and noise is None:
             noise = make_noise([posterior], ctx.seed)[posterior]
-        if torch.is_grad_enabled():
-            grads = autograd_pullback(posterior, mean, noise, grad, coef, create_graph=True)
-        else:
-            grads = posterior.pullback(mean, noise, grad, coef)
+        with _holding(posterior, ctx.tensors[1:]):
+            if torch.is_grad_enabled():
+                grads = autograd_pullback(posterior, mean, noise, grad, coef, create_graph=True)
+            else:
+                grads = posterior.pullback(mean, noise, grad, coef)
         return (None, None, None, None, *grads)
+
+
+@contextmanager
+def _holding(posterior: Posterior, learned: tuple[Tensor, ...]) -> Iterator[None]:
+    """Give a posterior the tensors of its forward, which torch.func.functional_call has taken away again since."""
+    own = posterior.learnable()
+    if all(a is b for a, b in zip(own, learned, strict=True)):
+        yield
+        return
+    put = {id(a): b for a, b in zip(own, learned, strict=True)}
+    kept = dict(posterior._parameters)
+    posterior._parameters.update({n: put.get(id(p), p) for n, p in kept.items()})  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        posterior._parameters.update(kept)
 
 
 def state_dtype(tensor: Tensor) -> torch.dtype:

@@ -111,7 +111,8 @@ def _batches(data: Any) -> Iterable[Any]:
     if is_one_batch(data):
         return [data]
     if not isinstance(data, Iterable):
-        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}")
+        hint = "; wrap it in a DataLoader" if hasattr(data, "__getitem__") else ""
+        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}{hint}")
     match data:
         case (torch.Tensor() as inputs, torch.Tensor() as labels) if len(inputs) == len(labels) != 0:
             if isinstance(data, tuple) and labels.dim() < inputs.dim() and not labels.is_floating_point():

@@ -66,7 +66,7 @@ class Predictive:
     def __getitem__(self, index: Any) -> "Predictive":
         """Take some of the examples."""
         if isinstance(index, int):
-            index = slice(index, index + 1 or None)
+            index = one_of(index, len(self))
         return replace(
             self,
             log_probs=self.log_probs[index],
@@ -101,7 +101,10 @@ class Predictive:
 
     def __repr__(self) -> str:
         what = f"{self.num_samples} samples" if self.num_samples else "posterior mean"
-        scores = "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
+        try:
+            scores = "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
+        except (ValueError, IndexError, RuntimeError):  # labels of another kind, or of another set of classes
+            scores = ", labels that do not fit the classes"
         return f"Predictive({len(self)} examples, {self.log_probs.shape[-1]} classes, {what}{scores})"
 
 
@@ -135,7 +138,7 @@ class RegressionPredictive:
     def __getitem__(self, index: Any) -> "RegressionPredictive":
         """Take some of the examples."""
         if isinstance(index, int):
-            index = slice(index, index + 1 or None)
+            index = one_of(index, len(self))
         return replace(
             self,
             mean=self.mean[index],
@@ -152,9 +155,20 @@ class RegressionPredictive:
     def __repr__(self) -> str:
         what = f"{self.num_samples} samples" if self.num_samples else "posterior mean"
         rmse = ""
-        if self.labels is not None and self.labels.shape == self.mean.shape:
-            rmse = f", rmse {float((self.mean - self.labels).square().mean().sqrt()):.4g}"
+        if self.labels is not None and self.labels.squeeze().shape == self.mean.squeeze().shape:
+            rmse = f", rmse {float((self.mean - self.labels.view_as(self.mean)).square().mean().sqrt()):.4g}"
         return f"RegressionPredictive({len(self)} examples, {what}, mean std {float(self.std.mean()):.4g}{rmse})"
+
+
+def one_of(index: int, count: int) -> slice:
+    """Return one example's index as a slice, which keeps the dimension.
+
+    Raises:
+        IndexError: There is no such example.
+    """
+    if not -count <= index < count:
+        raise IndexError(f"there are {count} examples, got index {index}")
+    return slice(index, index + 1 or None)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
@@ -174,7 +188,7 @@ class ClassificationTally:
 
     def add(self, sample: int, batch: int, output: Tensor) -> None:
         """Add the output of one sample on one batch."""
-        logits = self._classes_last(output).detach().float().cpu()
+        logits = in_full(self._classes_last(output))
         log_probs = F.log_softmax(logits.double(), -1)
         entropy = entropy_of(log_probs)
         if batch in self.log_sums:
@@ -215,7 +229,7 @@ class RegressionTally:
 
     def add(self, sample: int, batch: int, output: Tensor) -> None:
         """Add the output of one sample on one batch."""
-        output = output.detach().float().cpu()
+        output = in_full(output)
         value = output.double()
         count, mean, squares = self.moments.get(batch, (0, torch.zeros_like(value), torch.zeros_like(value)))
         delta = value - mean
@@ -235,6 +249,11 @@ class RegressionTally:
             labels=join_labels(labels),
             num_samples=num_samples,
         )
+
+
+def in_full(output: Tensor) -> Tensor:
+    """Return a model's output on the CPU, in float32 or better."""
+    return output.detach().to("cpu", torch.promote_types(output.dtype, torch.float32))
 
 
 def stack_samples(pieces: dict[tuple[int, int], Tensor], count: int, order: list[int]) -> Tensor:

@@ -1,13 +1,11 @@
 """The penalty: what a method adds to the loss, with its gradient folded into that of the samples."""
 
-import math
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bayesify.core import is_sharded, scopes_of
+from bayesify.core import check_num_data, is_sharded, scopes_of
 from bayesify.posteriors import Posterior, autograd_pullback
 
 
@@ -31,8 +29,7 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
         >>> penalty(model, num_data=100).shape
         torch.Size([])
     """
-    if isinstance(num_data, bool) or not isinstance(num_data, Real) or not 0 < num_data < math.inf:
-        raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}")
+    check_num_data(num_data)
     scopes = scopes_of(model)
     inside = {m for m in model.modules() if isinstance(m, Posterior)}
     first = scopes[0].posteriors[0].original
@@ -40,6 +37,8 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
     terms: list[Term] = []
     tensors: list[tuple[Tensor, ...]] = []
     for scope in scopes:
+        if torch.is_grad_enabled():
+            scope.warn_in_eval()
         scale = scope.method.scale(num_data)
         for posterior in scope.posteriors:
             handle = scope.take_handle(posterior)

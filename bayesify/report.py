@@ -265,6 +265,7 @@ class Page:
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to `path` by one atomic rename: readers see the old file or the whole new one."""
         target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             partial.write_text(self.html(), encoding="utf-8")

@@ -53,12 +53,18 @@ def blocks(kernel: Callable[..., None], *tensors: Tensor) -> None:
     """
     arrays = [np.asarray(_Memory(t)) for t in tensors]
     size = tensors[0].numel()
-    tasks = [partial(kernel, *(a[i : i + BLOCK] for a in arrays)) for i in range(0, size, BLOCK)]
+    tasks = [partial(_quietly, kernel, *(a[i : i + BLOCK] for a in arrays)) for i in range(0, size, BLOCK)]
     if len(tasks) < 4:
         for task in tasks:
             task()
     else:
         run(tasks)
+
+
+def _quietly(kernel: Callable[..., None], *arrays: Array) -> None:
+    """Call a kernel; infinite values are its caller's business, as they are with torch."""
+    with np.errstate(all="ignore"):
+        kernel(*arrays)
 
 
 def scratch(like: Array, number: int = 0) -> Array:
@@ -75,12 +81,21 @@ def scratch_tensor(size: int, dtype: torch.dtype) -> Tensor:
     kept: dict[str, Tensor] = _local.__dict__
     name = f"tensor of {dtype}"
     if name not in kept or kept[name].numel() < size:
-        kept[name] = torch.empty(size, dtype=dtype)
+        kept[name] = torch.empty(size, dtype=dtype, device="cpu")
     return kept[name][:size]
 
 
 def blockwise(*tensors: Tensor) -> bool:
-    """Tell whether `blocks` can work on these tensors: plain ones in the CPU's memory, floats all of one type."""
+    """Tell whether `blocks` can work on these tensors: plain ones in the CPU's memory, floats all of one type.
+
+    What is compiled, transformed by torch.func or differentiated in forward mode keeps to torch's own operations.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
     floats = {t.dtype for t in tensors} - {torch.bool}
     return len(floats) == 1 and all(
         type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.is_contiguous() and t.dtype in TYPES

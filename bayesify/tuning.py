@@ -98,6 +98,8 @@ def by_validation(
             if VALIDATION_RANGE[0] <= power <= VALIDATION_RANGE[1]:
                 loss(power)
     best = min(tried, key=loss)
+    if best in VALIDATION_RANGE:
+        logger.warning("the validation NLL falls up to the end of the range, prior_sig %.3g", 10**best)
     logger.info("prior_sig %.4g has the lowest validation NLL, %.4f (was %.4g)", 10**best, tried[best], base)
     return 10**best / base
 

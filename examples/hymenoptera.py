@@ -23,7 +23,7 @@ PAGE = ROOT / "docs/vision.md"
 MODEL = "tf_efficientnet_lite0"
 WEIGHTS = "weights/efficientnet_lite0_in1k_timm.safetensors"
 SEEDS = (0, 1, 2)
-SHARED = "--size 160 --batch_size 16 --epochs 8 --patience 8 --val_heldout 0.2 --lr 1e-2 --lr_head 3e-2"
+SHARED = "--size 128 --batch_size 16 --epochs 8 --patience 8 --val_heldout 0.2 --lr 1e-3 --lr_head 1e-2"
 METHODS = {
     "vanilla": "--schedule cosine",
 }
@@ -49,7 +49,7 @@ def collect(out):
                 flags += ["--weights", str(Path(os.environ.get("BAYESIFY_DATA", "data")) / WEIGHTS)]
             print(f"\n{key}", flush=True)
             found = run(parse([*flags, "--out", str(out / key)]))
-            kept = {name: found[name] for name in ("images", "test", "best_epoch", "epochs")}
+            kept = {name: found[name] for name in ("images", "val", "test", "best_epoch", "epochs")}
             results[key] = {"settings": f"{SHARED} {METHODS[method]}", **kept}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Fine-tune any timm or torchvision model on a folder of images, Bayesian by any method, and measure its uncertainty.
+r"""Fine-tune any timm or torchvision model on a folder of images, Bayesian by any method, and measure its uncertainty.
 
     python examples/image_classification.py --data photos --model tf_efficientnet_lite0 --pretrained --method vi \
         --hparams prior_sig=0.1,kld=0.1 --lr 1e-3 --lr_head 1e-2
@@ -56,6 +56,7 @@ def parse(argv=None):
     parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="of the learning rates")
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--size", type=int, help="pixels per side; the model's own if not given")
+    parser.add_argument("--no_augment", action="store_true", help="train on the images as they are tested")
     parser.add_argument("--val_heldout", type=float, default=0.2, help="fraction of the training images for validation")
     parser.add_argument("--update_bn", type=int, help="at the end, BatchNorm statistics of so many draws (0: mean)")
     parser.add_argument("--tune", action="store_true", help="let Laplace choose its scale on the validation images")
@@ -147,7 +148,8 @@ def loaders(args, built, source, test):
     """Return loaders of training images, augmented and not, of validation images and of test images."""
     train_numbers, val_numbers = split(labels_of(source), args.val_heldout, args.seed)
     resize = [Resize((args.size, args.size), antialias=True)] if args.size else []
-    augment, plain = Compose([built.train_transform, *resize]), Compose([built.eval_transform, *resize])
+    plain = Compose([built.eval_transform, *resize])
+    augment = plain if args.no_augment else Compose([built.train_transform, *resize])
     parts = {
         "train": Images(source, train_numbers, augment),
         "fit": Images(source, train_numbers, plain),
@@ -196,7 +198,8 @@ def train_epoch(model, optimizer, scaler, loader, rates, title):
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = lr * rate
         with torch.autocast(device.type, enabled=device.type == "cuda"):
-            logits = model(images.to(device))
+            # Convolutions are a quarter faster on this layout, also on a CPU.
+            logits = model(images.to(device, memory_format=torch.channels_last))
         loss = F.cross_entropy(logits.float(), labels.to(device))
         optimizer.zero_grad()
         scaler.scale(loss + penalty(model, num_data=len(loader.dataset))).backward()
@@ -289,13 +292,13 @@ def check_settings(path, saved, args):
 
 
 def evaluate(args, model, data):
-    """Score the posterior mean and the samples on the test images, and write the report."""
+    """Score the posterior mean and the samples on the validation and test images, and write the report."""
     samples = None if args.method != "vanilla" else 0
-    out = {}
+    out = {"val": {}, "test": {}}
     for name, count in {"mean": 0, "samples": samples}.items():
-        found = predict(model, data["test"], samples=count, seed=args.seed, progress=True)
-        out[name] = {score: getattr(metrics, score)(found.probs, found.labels) for score in SCORES}
-    validation = predict(model, data["val"], samples=samples, seed=args.seed)
+        validation, found = (predict(model, data[p], samples=count, seed=args.seed, progress=True) for p in out)
+        for part, predictive in (("val", validation), ("test", found)):
+            out[part][name] = {s: getattr(metrics, s)(predictive.probs, predictive.labels) for s in SCORES}
     try:
         temperature = metrics.fit_temperature(validation.logits, validation.labels)
     except metrics.TemperatureError:  # every validation image right: no temperature suits best
@@ -329,7 +332,7 @@ def run(args):
     result = {
         "settings": settings_of(args),
         "images": images,
-        "test": evaluate(args, model, data),
+        **evaluate(args, model, data),
         "best_epoch": best_of(history)["epoch"],
         "val_loss": best_of(history)["val_loss"],
         "epochs": len(history),

@@ -34,6 +34,7 @@ class Average:
         self.count = 0
         self.sums: list[Tensor] = []
         self.entropies: Tensor | None = None
+        self.center: Tensor | None = None
         self.squares: Tensor | None = None
 
     def add(self, output: Any) -> None:
@@ -57,8 +58,18 @@ class Average:
         elif self.kind == "labels":
             output = output.sigmoid()
         else:
-            self.squares = output.square() if self.squares is None else self.squares + output.square()
+            self._add_square(output)
         return output
+
+    def _add_square(self, output: Tensor) -> None:
+        """Add to the squared deviations from the running mean (Welford's recurrence, in float64)."""
+        value = output.double()
+        if self.center is None or self.squares is None:
+            self.center, self.squares = value, torch.zeros_like(value)
+            return
+        delta = value - self.center
+        self.center = self.center + delta / self.count
+        self.squares = self.squares + delta * (value - self.center)
 
     def result(self) -> Any:
         """Return the average, in the form that each sample's output had."""
@@ -167,15 +178,21 @@ class Evaluation:
             flat = row.flatten(0, 1).detach().cpu()
             self.rows.append(flat[~flat[:, NLL].isnan()])
 
-    def add_values(self, average: Average, labels: Any) -> None:
-        """Add a batch of regression outputs."""
+    def values(self, average: Average, labels: Any) -> Tensor | None:
+        """Return the squared errors and variances of a batch of regression outputs, (N, 2), if it is one."""
         if average.kind != "values" or average.squares is None or not isinstance(labels, Tensor):
-            return
+            return None
         value = next(_flat(average.result()))
-        if labels.is_floating_point() and labels.numel() == value.numel():
-            self.squared_errors.append((value - labels.reshape(value.shape)).square().flatten().cpu())
-            variance = average.squares / average.count - value.square()
-            self.variances.append(variance.clamp_min(0).flatten().cpu())
+        if not (labels.is_floating_point() and labels.numel() == value.numel()):
+            return None
+        errors = (value - labels.reshape(value.shape)).square().double()
+        variances = average.squares / max(average.count - 1, 1)
+        return torch.stack([x.reshape(len(value), -1).mean(1) for x in (errors, variances)], -1)
+
+    def add_values(self, values: Tensor) -> None:
+        """Add what `values` gave for a batch."""
+        self.squared_errors.append(values[:, 0].cpu())
+        self.variances.append(values[:, 1].cpu())
 
     def metrics(self) -> dict[str, float]:
         """Return error, NLL, ECE (top label) and mutual information; or, for regression, RMSE and spread."""

@@ -28,7 +28,7 @@ class LossMixin(Host):  # type: ignore[misc]
 
     def __init__(self, *args: Any, num_data: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._num_data = num_data
+        self._num_data = self._given_num_data = num_data
         self._counting: Counting | None = None
         self._parts: dict[str, Any] = {"nll": 0.0, "penalty": 0.0}
         self._steps = 0

@@ -1,8 +1,10 @@
 """The Trainer for bayesified models: its optimizer, posterior averages, exact checkpoints, the fit of Laplace."""
 
+import inspect
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,7 +71,14 @@ class BayesTrainerMixin(LossMixin):
         if burnin_epochs is not None and not (math.isfinite(burnin_epochs) and burnin_epochs >= 0):
             raise ValueError(f"burnin_epochs must be a number >= 0, got {burnin_epochs!r}")
         super().__init__(*args, num_data=num_data, **kwargs)
-        scopes_of(self.model)
+        methods = {scope.method.name for scope in scopes_of(self.model)}
+        given = {"momentum": momentum != 0, "burnin_epochs": burnin_epochs is not None, "laplace": laplace is not None}
+        for argument, method in {"momentum": "sgld", "burnin_epochs": "sgld", "laplace": "la"}.items():
+            if given[argument] and method not in methods:
+                raise ValueError(f"{argument} is for method {method!r}, this model is {', '.join(sorted(methods))}")
+        known = set(inspect.signature(bayesify.fit_laplace).parameters) - {"model", "loader"}
+        if not known.issuperset(laplace or {}):
+            raise ValueError(f"laplace takes the options {sorted(known)} of fit_laplace, got {sorted(laplace or {})}")
         self.samples = samples
         self._rates = {"lr_head": lr_head, "lr_sig": lr_sig, "head": head}
         self._momentum = momentum
@@ -158,12 +167,26 @@ class BayesTrainerMixin(LossMixin):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if any(scope.method.name == "la" for scope in scopes_of(self.model)):
             self.fit_laplace()
+        for scope in scopes_of(self.model):
+            if scope.method.name == "sgld" and not all(getattr(p, "ready", True) for p in scope.posteriors):
+                warnings.warn(
+                    f"the chain of {self.state.global_step} steps collected no state, so there is nothing to sample: "
+                    f"{scope.method}; train longer, or lower burnin (burnin_epochs=) and thin",
+                    stacklevel=2,
+                )
         return output
 
     def fit_laplace(self) -> None:
         """Fit the Laplace approximation on the training data, whose likelihood is exp(-loss)."""
+        options = {"loss": self._example_loss, "num_data": self._examples(), **self._laplace}
         with random_state_kept():
-            bayesify.fit_laplace(self.model, self._plain_loader(), **{"loss": self._example_loss, **self._laplace})
+            bayesify.fit_laplace(self.model, self._plain_loader(), **options)
+
+    def _examples(self) -> float | None:
+        """Return how many examples the fit stands for, where num_data= says that it is not those at hand."""
+        if self._given_num_data is None or not hasattr(self.train_dataset, "__len__"):
+            return None
+        return len(self.train_dataset) * self.num_data / self._count_data()
 
     def _example_loss(self, output: Any, target: Tensor) -> Tensor:
         """Return each example's loss, summed over its items: cross-entropy, or squared error for real targets."""
@@ -229,7 +252,9 @@ class BayesTrainerMixin(LossMixin):
         if row is not None:
             row = self.accelerator.pad_across_processes(row, dim=1, pad_index=torch.nan)
             evaluation.add(self.accelerator.gather_for_metrics(row))
-        evaluation.add_values(average, labels)
+        values = evaluation.values(average, labels)
+        if values is not None:
+            evaluation.add_values(self.accelerator.gather_for_metrics(values))
         loss = torch.stack(losses).mean() if losses else None
         return (loss, None, None) if prediction_loss_only else (loss, average.result(), labels)
 

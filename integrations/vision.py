@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from bayesify.batches import call_model, device_of, split_batch, to_device
 from bayesify.core import bayesify, mean, scopes_of
 from bayesify.core import samples as draws
-from bayesify.methods.base import Method
+from bayesify.methods.base import ARGUMENTS, Method, resolve
 
 LIBRARIES = ("timm", "torchvision")
 CLASSIFIERS = ("fc", "classifier", "heads", "head")  # where torchvision's models keep theirs
@@ -89,6 +89,7 @@ def create_bayesian(
         random = pretrained is False
     else:
         raise TypeError(f"create_bayesian takes a name or a torch.nn.Module, got {type(name_or_model).__name__}")
+    resolve(method, options.get("bias"), {k: v for k, v in options.items() if k not in ARGUMENTS})
     head, new = _set_classes(model, num_classes)
     if "prior_mean" not in options:
         zero = {f"{name}.*": "zero" for name in head}
@@ -317,13 +318,16 @@ def update_bn(
     device = device_of(model)
     seen = 0
     with _estimating(model, norms):
-        for _ in draws(model, samples, seed) if samples else range(1):
+        for turn in draws(model, samples, seed) if samples else range(1):
+            before = seen
             with _mode(model, samples):
                 for batch in tqdm(loader, desc="update_bn", unit="batch", disable=not progress):
                     call_model(model, to_device(split_batch(batch)[0], device))
                     seen += 1
-        if not seen:
-            raise ValueError("the loader has no batches; pass a non-empty one")
+            if seen == before:
+                if seen:
+                    raise ValueError(f"no batches are left for sample {turn + 1}; pass a list or a DataLoader")
+                raise ValueError("the loader has no batches; pass a non-empty one")
     return model
 
 

@@ -248,3 +248,12 @@ def test_unbayesify_after_load(tmp_path):
     plain = unbayesify(load(net(1), tmp_path))
     assert [n for n, _ in plain.named_parameters()] == names
     assert torch.equal(plain.eval()(IDS), model.eval()(IDS))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("float32", "float64"), ("float64", "float32"), ("float32", "bfloat16")])
+def test_loading_into_another_dtype(tmp_path, saved, loaded):
+    save(bayesify(nn.Linear(3, 2).to(getattr(torch, saved)), "mc_dropout", mean="expected", p_drop=0.5), tmp_path)
+    dtype = getattr(torch, loaded)
+    model = load(nn.Linear(3, 2).to(dtype), tmp_path / "posterior.safetensors")
+    x = torch.ones(1, 3, dtype=dtype)
+    assert model(x).dtype == model.eval()(x).dtype == dtype

@@ -106,7 +106,7 @@ def test_what_cannot_be_wrapped_is_refused_untouched(kind: str, inside: bool):
 
 
 def test_not_a_module():
-    with pytest.raises(TypeError, match=r"bayesify takes a torch.nn.Module, got dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got dict"):
         bayesify({})
 
 
@@ -503,3 +503,64 @@ def test_one_number_per_forward():
     torch.manual_seed(4)
     torch.randint(2**62, ())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_unbayesify_refuses_parameters_that_were_parametrized_later():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    model = bayesify(nn.Linear(4, 2), include="weight")
+    parametrize.register_parametrization(model, "bias", Twice())
+    with pytest.raises(ValueError, match="bias was parametrized after bayesify"):
+        unbayesify(model)
+    parametrize.remove_parametrizations(model, "bias")
+    assert type(unbayesify(model)) is nn.Linear
+
+
+def test_the_constant_of_a_prior_follows_a_state_dict():
+    class Gate(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.gate = nn.Parameter(torch.tensor(value))
+
+        def forward(self, x):
+            return x * self.gate
+
+    source, target = bayesify(Gate(0.5), "vanilla", wd=1.0), bayesify(Gate(0.0), "vanilla", wd=1.0)
+    target.load_state_dict(source.state_dict())
+    penalty(target, 1).backward()
+    assert [float(p.grad) for p in target.parameters()] == [0.0]
+
+
+def test_a_copy_has_a_penalty_of_its_own():
+    model = bayesify(nn.Linear(4, 2), init_sig=0.1)
+    model(X)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    for p in twin.parameters():
+        torch.autograd.graph.increment_version([p])
+    rho = [q.rho.clone() for _, q in named_posteriors(twin)]
+    fresh = bayesify(nn.Linear(4, 2), init_sig=0.1)
+    fresh.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(penalty(twin, 1), penalty(fresh, 1))
+    assert all(torch.equal(a, q.rho) for a, (_, q) in zip(rho, named_posteriors(twin), strict=True))
+
+
+def test_arguments_in_the_wrong_place():
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        bayesify("vi", nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+        penalty([1], 3)
+    with pytest.raises(ValueError, match=r"got \[1, 2\]; pass len\(...\) of it, 2"):
+        penalty(bayesify(nn.Linear(2, 2)), [1, 2])
+
+
+@pytest.mark.parametrize(("method", "hint"), [("VI", "vi"), ("laplace", "la"), ("Dropout", "mc_dropout")])
+def test_hints_at_methods(method, hint):
+    with pytest.raises(ValueError, match=f"unknown method '{method}', did you mean '{hint}'?"):
+        bayesify(nn.Linear(2, 2), method)
+    with pytest.raises(ValueError, match=r"did you mean 'prior_sig'\?"):
+        bayesify(nn.Linear(2, 2), prior_sigma=0.1)

@@ -45,7 +45,12 @@ def names():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
     loader = DataLoader(data, 32)
-    space = {"train_loader": loader, "test_loader": loader, "other_data": torch.randn(9, 64)}
+    space = {
+        "train_loader": loader,
+        "test_loader": loader,
+        "validation_loader": loader,
+        "other_data": torch.randn(9, 64),
+    }
     exec("from bayesify import *", space)
     return space
 

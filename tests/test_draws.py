@@ -792,3 +792,75 @@ def test_caches_of_eval_mode_do_not_outlive_a_draw():
             if hasattr(module, "attention_bias_cache"):
                 module.attention_bias_cache = {}
         assert torch.equal(case.output(model), baked), "a baked draw"
+
+
+def test_functional_calls_have_the_gradients_of_what_they_were_given():
+    model = mlp()
+    given = {n: (1.1 * p).detach().requires_grad_() for n, p in model.named_parameters()}
+    torch.manual_seed(3)
+    found = torch.autograd.grad(torch.func.functional_call(model, given, X).sum(), list(given.values()))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            p.copy_(given[name])
+    torch.manual_seed(3)
+    other(X).sum().backward()
+    wanted = dict(other.named_parameters())
+    for name, grad in zip(given, found, strict=True):
+        torch.testing.assert_close(grad, wanted[name].grad)
+
+
+def test_the_penalty_after_a_functional_call_is_of_the_model():
+    model = mlp()
+    given = {n: (1.1 * p).detach().requires_grad_() for n, p in model.named_parameters()}
+    torch.func.functional_call(model, given, X)
+    penalty(model, 10).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for p in given.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_forward_mode_derivatives_pass_through_a_sample():
+    model = mlp().eval()
+    with sample(model, seed=0), torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        first = next(model.parameters())
+        name = next(n for n, _ in model.named_parameters())
+        dual = torch.autograd.forward_ad.make_dual(first.detach(), torch.ones_like(first))
+        out = torch.func.functional_call(model, {name: dual}, X)
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+
+
+def test_threads_have_blocks_of_their_own():
+    model, seen = mlp(), {}
+    with sample(model, seed=1):
+        wanted = model(X)
+
+    def work(other_is_in, done):
+        with sample(model, seed=1):
+            other_is_in.wait(5)
+            seen["thread"] = model(X)
+            done.set()
+
+    other_is_in, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work, args=(other_is_in, done))
+    thread.start()
+    with mean(model):
+        other_is_in.set()
+        assert done.wait(5)
+        middle = model(X)
+    thread.join()
+    torch.testing.assert_close(seen["thread"], wanted)
+    with mean(model):
+        torch.testing.assert_close(middle, model(X))
+
+
+def test_a_penalty_in_eval_mode_warns_once():
+    model = mlp().eval()
+    with pytest.warns(UserWarning, match=r"eval mode.*call model.train\(\)"):
+        penalty(model, 10)
+    penalty(model, 10)
+    other = mlp().eval()
+    with torch.no_grad():
+        penalty(other, 10)
+    with mean(other):
+        penalty(other, 10)

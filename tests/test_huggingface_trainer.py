@@ -351,7 +351,7 @@ def test_evaluation_of_regression(tmp_path):
     expected = predict(model, [batch], seed=7, task="regression")
     error = (expected.mean.squeeze(-1) - batch["labels"]).square().mean().sqrt()
     assert found["eval_rmse"] == pytest.approx(float(error), rel=1e-5)
-    assert found["eval_std"] == pytest.approx(float((expected.std.square().mean() * 4 / 5).sqrt()), rel=1e-3)
+    assert found["eval_std"] == pytest.approx(float(expected.std.square().mean().sqrt()), rel=1e-5)
 
 
 def test_evaluation_of_several_labels_at_a_time(tmp_path):
@@ -466,3 +466,48 @@ def test_model_init_and_a_trainer_of_ones_own(tmp_path):
     )
     trainer.train()
     assert seen == [trainer.model]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("vi", {"momentum": 0.9}, "momentum is for method 'sgld', this model is vi"),
+        ("vi", {"laplace": {}}, "laplace is for method 'la'"),
+        ("la", {"laplace": {"tuned": 1}}, r"laplace takes the options .*'tune'.* got \['tuned'\]"),
+    ],
+)
+def test_options_of_another_method(tmp_path, method, options, message):
+    with pytest.raises(ValueError, match=message):
+        BayesTrainer(make_bayesian(classifier(), method), arguments(tmp_path), train_dataset=sentences(), **options)
+
+
+def test_a_chain_that_collects_nothing_warns(tmp_path):
+    model = make_bayesian(classifier(), "sgld", burnin=100)
+    trainer = BayesTrainer(model, arguments(tmp_path, num_train_epochs=1), train_dataset=sentences())
+    with pytest.warns(UserWarning, match="collected no state"):
+        trainer.train()
+
+
+def test_laplace_stands_for_num_data(tmp_path):
+    stds = []
+    for options in ({"num_data": 16_000}, {"laplace": {"num_data": 16_000}}, {}):
+        model = make_bayesian(classifier(), "la")
+        trainer = BayesTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=sentences(), **options)
+        trainer.fit_laplace()
+        stds.append(dict(named_posteriors(model))["classifier.weight"].std)
+    assert torch.equal(stds[0], stds[1])
+    assert (stds[0] < stds[2]).all()
+
+
+def test_the_spread_of_regression_outputs():
+    from bayesify.integrations.hf_evaluation import Average, Evaluation
+
+    outputs = [10 + 1e-4 * torch.randn(6, 1, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    average = Average("values")
+    for output in outputs:
+        average.add(output)
+    evaluation = Evaluation(make_bayesian(torch.nn.Linear(2, 1)), 5, seed=0, shifts=False)
+    evaluation.add_values(evaluation.values(average, torch.zeros(6, 1)))
+    wanted = torch.stack(outputs).double().var(0).mean().sqrt()
+    assert evaluation.metrics()["std"] == pytest.approx(float(wanted), rel=1e-6)
+    assert evaluation.metrics()["rmse"] == pytest.approx(10, rel=1e-4)

@@ -22,8 +22,8 @@ X = tensor(5, 4)
     [
         ("via", {}, ValueError, r"unknown method 'via', did you mean 'vi'\?; methods: \['la', 'mc_dropout'"),
         ("nothing like it", {}, ValueError, r"unknown method 'nothing like it'; methods: \["),
-        (3, {}, TypeError, r"method must be a name \[.*\] or a bayesify.methods object, got 3"),
-        (methods.VI, {}, TypeError, r"method must be a name .* or a bayesify.methods object"),
+        (3, {}, TypeError, r"method must be a name \[.*\] or an object of bayesify.methods, got 3"),
+        (methods.VI, {}, TypeError, r"method must be a name .* or an object of bayesify.methods"),
         ("vi", {"p_drop": 0.1}, ValueError, r"unknown option 'p_drop' for method 'vi'; options: \['bias', "),
         ("vi", {"init_sigma": 0.1}, ValueError, r"unknown option 'init_sigma'.*did you mean 'init_sig'\?"),
         (

@@ -252,3 +252,41 @@ def test_output_without_logits():
 
     with pytest.raises(TypeError, match="no logits found"):
         predict(bayesify(Odd()), torch.ones(2, 2))
+
+
+def test_examples_end(model, data):
+    out = predict(model, data.tensors[0], samples=2, seed=0)
+    assert len(list(out)) == len(out)
+    assert len(out[-1]) == 1
+    with pytest.raises(IndexError, match=f"there are {len(out)} examples, got index {len(out)}"):
+        out[len(out)]
+
+
+def test_double_outputs_stay_double():
+    model, x = bayesify(nn.Linear(3, 2).double(), "vi"), torch.randn(4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = model.eval()(x)
+    assert torch.equal(predict(model, x, samples=0).logits[0], wanted)
+    assert torch.equal(predict(model, x, samples=0, task="regression").outputs[0], wanted)
+
+
+def test_labels_of_other_classes_can_be_printed():
+    model = bayesify(nn.Linear(3, 2))
+    out = predict(model, [(torch.randn(4, 3), torch.tensor([0, 1, 2, 7]))], samples=2)
+    assert "labels that do not fit" in repr(out)
+
+
+def test_regression_errors_for_labels_without_the_last_dimension():
+    out = predict(bayesify(nn.Linear(3, 1)), [(torch.randn(4, 3), torch.randn(4))], samples=2, task="regression")
+    assert "rmse" in repr(out)
+
+
+def test_a_dataset_is_not_a_loader():
+    class Rows:
+        def __getitem__(self, i):
+            return i
+
+        __iter__ = None
+
+    with pytest.raises(TypeError, match="got Rows; wrap it in a DataLoader"):
+        predict(bayesify(nn.Linear(3, 1)), Rows())

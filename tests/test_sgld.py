@@ -415,3 +415,31 @@ def test_replicas_share_the_seed():
         assert seed == noises.global_seed()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_chain_takes_over_loaded_options(tmp_path):
+    save(bayesify(nn.Linear(3, 2), "sgld", Ninflate=1e8, thin=1), tmp_path)
+    model = bayesify(nn.Linear(3, 2), "sgld", thin=10)
+    chain = SGLD(model, 1e-2, num_data=10)
+    load(model, tmp_path)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    chain.step()
+    assert all((a - b).abs().max() < 1e-4 for a, b in zip(before, model.parameters(), strict=True))
+    assert all(int(q.count) == 1 for _, q in named_posteriors(model))
+    assert "1 state, no spread yet" in str(summary(model))
+
+
+def test_scratch_memory_stays_on_the_cpu():
+    model = bayesify(nn.Linear(3, 2), "sgld")
+    chain = SGLD(model, 1e-2, num_data=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    torch.set_default_device("meta")
+    try:
+        chain.step()
+    finally:
+        torch.set_default_device(None)
+    assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))

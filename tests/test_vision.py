@@ -355,3 +355,16 @@ def test_a_draw_is_the_plain_module_with_that_draw_as_its_weights(reader, traini
     plain.load_state_dict(thetas, strict=False)
     with torch.no_grad():
         torch.testing.assert_close(first(plain(x)), drawn)
+
+
+def test_update_bn_needs_batches_for_every_sample():
+    model = bayesify(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match="no batches are left for sample 2"):
+        update_bn(model, (torch.randn(8, 3) for _ in range(2)), samples=3)
+
+
+def test_a_wrong_option_leaves_the_head():
+    model = timm.create_model(SMALL_TIMM, num_classes=7)
+    with pytest.raises(ValueError, match="did you mean 'kld'"):
+        create_bayesian(model, "vi", num_classes=3, kldd=1.0)
+    assert model.get_classifier().out_features == 7

@@ -14,6 +14,8 @@ from torch import Tensor
 from bayesify.posteriors import Posterior, Prior
 
 REGISTRY: dict[str, type["Method"]] = {}
+ALIASES = {"laplace": "la", "dropout": "mc_dropout", "variational": "vi", "langevin": "sgld", "map": "vanilla"}
+ARGUMENTS = ("prior_sig", "prior_mean", "bias", "include", "exclude")  # of bayesify, for every method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +73,20 @@ def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]
         cls = type(method)
     elif isinstance(method, str):
         if method not in REGISTRY:
-            raise ValueError(f"unknown method {method!r}{_closest(method, REGISTRY)}; methods: {sorted(REGISTRY)}")
+            hint = _closest(ALIASES.get(method.lower(), method.lower()), REGISTRY)
+            raise ValueError(f"unknown method {method!r}{hint}; methods: {sorted(REGISTRY)}")
         cls = REGISTRY[method]
     else:
-        raise TypeError(f"method must be a name {sorted(REGISTRY)} or a bayesify.methods object, got {method!r}")
+        hint = f"; make one: {method.__name__}()" if isinstance(method, type) else ""
+        raise TypeError(
+            f"method must be a name {sorted(REGISTRY)} or an object of bayesify.methods, got {method!r}{hint}"
+        )
     known = [f.name for f in fields(cls)]
     for option in given:
         if option not in known:
             raise ValueError(
-                f"unknown option {option!r} for method {cls.name!r}{_closest(option, known)}; options: {known}"
+                f"unknown option {option!r} for method {cls.name!r}{_closest(option, [*known, *ARGUMENTS])}; "
+                f"options: {known}, and for every method {list(ARGUMENTS)}"
             )
     return replace(method, **given) if isinstance(method, Method) else cls(**given)
 

@@ -86,7 +86,9 @@ class SGLDPosterior(MomentsPosterior):
     @property
     def note(self) -> str:
         """How far the chain is, for `summary`."""
-        return "no moments yet" if self.count is None else f"{int(self.count)} states"
+        if self.count is None:
+            return "no moments yet"
+        return f"{int(self.count)} states" if self.count > 1 else "1 state, no spread yet"
 
     def mean_theta(self, original: Tensor) -> Tensor:
         """Return the moments' mean, or the chain before there are any; the gradient passes to the parameter."""

@@ -14,7 +14,8 @@ class Vanilla(Method):
     """Options of "vanilla".
 
     Attributes:
-        wd: Weight decay towards the prior mean: the penalty is `wd/2 |theta - theta0|^2`, whatever the data's size.
+        wd: Weight decay towards the prior mean: the penalty is `wd/2 |theta - theta0|^2`, whatever `prior_sig` and the
+            data's size.
         bias: "penalty" treats biases as the weights, "ignore" leaves them free.
         nst: 0: there is nothing to sample.
     """

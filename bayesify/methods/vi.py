@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -84,8 +84,7 @@ def _block_sum_log(rho: Array, s: Array, scratch: Array) -> float:
         product = np.multiply(a, b, out=scratch[:quarter])
         product *= np.multiply(c, d, out=scratch[quarter : 2 * quarter])
         return float(np.log(product, out=product).sum()) + float(np.log(s[4 * quarter :]).sum())
-    with np.errstate(divide="ignore"):  # s = 0 is a point, with an infinite penalty
-        return float(np.log(s, out=scratch).sum())
+    return float(np.log(s, out=scratch).sum())  # s = 0 is a point, with an infinite penalty
 
 
 LINKS = {
@@ -186,6 +185,10 @@ class VIPosterior(Posterior):
         rho = LINKS[link].inverse(init_sig)
         self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
         self._sums: Sums | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes over: not the sums, which belong to this rho."""
+        return {**self.__dict__, "_sums": None}
 
     @property
     def std(self) -> Tensor:

@@ -85,6 +85,10 @@ def training(results):
     for method in methods:
         cells = [f"{steps[w][method]['wall']:.2f}" if method in steps[w] else "" for w in works]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    evaluation = split(results, "evaluation over a plain pass")
+    if evaluation:
+        cells = [f"{evaluation[w]['eval']['wall']:.2f}" if w in evaluation else "" for w in works]
+        lines.append("| evaluation at the posterior mean, over a plain pass | " + " | ".join(cells) + " |")
     if memory:
         cells = [", ".join(f"{k} {v['gigabytes']:.1f}" for k, v in memory.get(w, {}).items()) for w in works]
         lines.append("| peak memory, GB | " + " | ".join(cells) + " |")
