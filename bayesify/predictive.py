@@ -88,16 +88,25 @@ class Predictive:
     @cached_property
     def scores(self) -> dict[str, float]:
         """Error, NLL and ECE (top label) against the labels; empty where there are none."""
-        if self.labels is None:
+        flat = self.flat()
+        if flat.labels is None:
             return {}
-        counted = self.labels.flatten() != IGNORED
-        log_probs, labels = self.log_probs.flatten(0, -2)[counted], self.labels.flatten()[counted]
-        probs = log_probs.exp()
         return {
-            "error": metrics.error(probs, labels),
-            "nll": float(F.nll_loss(log_probs, labels)),
-            "ece": metrics.ece(probs, labels),
+            "error": metrics.error(flat.probs, flat.labels),
+            "nll": float(F.nll_loss(flat.log_probs, flat.labels)),
+            "ece": metrics.ece(flat.probs, flat.labels),
         }
+
+    def flat(self) -> "Predictive":
+        """Return one row per item (token, pixel), without those whose label is -100."""
+        kept = slice(None) if self.labels is None else self.labels.flatten() != IGNORED
+        return replace(
+            self,
+            log_probs=self.log_probs.flatten(0, -2)[kept],
+            expected_entropy=self.expected_entropy.flatten()[kept],
+            logits=None if self.logits is None else self.logits.flatten(1, -2)[:, kept],
+            labels=None if self.labels is None else self.labels.flatten()[kept],
+        )
 
     def __repr__(self) -> str:
         what = f"{self.num_samples} samples" if self.num_samples else "posterior mean"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bayesify import metrics, plots
+from bayesify.predictive import Predictive
 from bayesify.temperature import Temperature, TemperatureError, fit_temperature, tempered_probs
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def write_report(
                 f"{name} must hold class probabilities, got {type(value).__name__}; "
                 "pass what predict(..., task='classification') returns"
             )
+    predictive, ood = (x.flat() if isinstance(x, Predictive) else x for x in (predictive, ood))
     page = Page(title, _size(predictive, ood))
     if predictive.labels is None:
         page.section("Scores").note("The data has no labels: scores, calibration and temperature are left out.")

@@ -13,7 +13,8 @@ import torch
 
 import bayesify.plots
 import bayesify.report
-from bayesify import metrics, plots
+from bayesify import bayesify as make_bayesian
+from bayesify import metrics, plots, predict
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -362,3 +363,13 @@ def test_examples_in_the_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_a_report_of_tokens_leaves_padding_out(tmp_path):
+    model = make_bayesian(torch.nn.Linear(3, 4), "vi", init_sig=0.3)
+    labels = torch.randint(4, (5, 6))
+    labels[:, 4:] = -100
+    out = predict(model, [(torch.randn(5, 6, 3), labels)], samples=3, seed=0)
+    assert out.flat().logits.shape == (3, 20, 4)
+    page = plots.report(out, tmp_path / "new" / "report.html").read_text()
+    assert "20 examples" in page
