@@ -59,6 +59,10 @@ def parse(argv=None):
     parser.add_argument("--no_augment", action="store_true", help="train on the images as they are tested")
     parser.add_argument("--val_heldout", type=float, default=0.2, help="fraction of the training images for validation")
     parser.add_argument("--update_bn", type=int, help="at the end, BatchNorm statistics of so many draws (0: mean)")
+    parser.add_argument(
+        "--keep", choices=("best", "last"), default="best", help="which epoch's posterior is the result"
+    )
+    parser.add_argument("--last_layer", action="store_true", help="fit Laplace on the head alone")
     parser.add_argument("--tune", action="store_true", help="let Laplace choose its scale on the validation images")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the new head and everything else")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")
@@ -322,9 +326,11 @@ def run(args):
     built = build(args, classes, num_data // args.batch_size)
     model, data = built.model, loaders(args, built, source, test)
     history = train(args, model, make_optimizer(args, model, built.head, num_data), data)
-    load(model, args.out / "best")
+    if args.keep == "best":
+        load(model, args.out / "best")
     if args.method == "la":
-        fit_laplace(model, data["fit"], tune=data["val"] if args.tune else None, progress=True)
+        include = [f"{name}.*" for name in built.head] if args.last_layer else None
+        fit_laplace(model, data["fit"], tune=data["val"] if args.tune else None, include=include, progress=True)
     if args.update_bn is not None:
         update_bn(model, data["fit"], samples=args.update_bn, seed=args.seed, progress=True)
     save(model, args.out / "best")

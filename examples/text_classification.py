@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -30,7 +31,9 @@ from transformers import (
 
 from bayesify import bayesify, metrics, plots, predict
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results" / "sst2.json"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results" / "sst2.json"
+PAGE = ROOT / "docs" / "huggingface.md"
 # Each method's candidate settings; the first seed's validation NLL chooses. "lr" and below are the Trainer's.
 CANDIDATES = {
     "vanilla": [{"lr": lr} for lr in (2e-4, 1e-4)],
@@ -106,7 +109,7 @@ class Task:
 def fine_tune(task, args, method, settings, seed):
     """Train one method and return its Trainer."""
     settings = dict(settings)
-    lr, tune = settings.pop("lr"), settings.pop("tune", False)
+    lr, tune, include = settings.pop("lr"), settings.pop("tune", False), settings.pop("include", None)
     of_trainer = {name: settings.pop(name) for name in TRAINER_OPTIONS if name in settings}
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=len(task.names))
@@ -134,7 +137,7 @@ def fine_tune(task, args, method, settings, seed):
         data_collator=task.collate,
         train_dataset=task.sets["train"],
         burnin_epochs=args.epochs / 2 if method == "sgld" else None,
-        laplace={"tune": list(task.loader("dev", TUNED_ON))} if tune else None,
+        laplace={"tune": list(task.loader("dev", TUNED_ON)), "include": include} if tune else None,
         **of_trainer,
     )
     trainer.train()
@@ -218,7 +221,15 @@ def table(rows):
     return "\n".join(lines)
 
 
-def main():
+def write_page(lines):
+    """Put the comparison into the page about Hugging Face."""
+    section = f"<!-- sst2 -->\n{lines}\n<!-- end of sst2 -->"
+    page = re.sub(r"<!-- sst2 -->.*<!-- end of sst2 -->", lambda _: section, PAGE.read_text(), flags=re.DOTALL)
+    PAGE.write_text(page)
+    print(lines)
+
+
+def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=Path, help="rows of (text, label); .tsv or .csv")
     parser.add_argument("--dev", type=Path, help="validation rows; a tenth of --train by default")
@@ -232,17 +243,23 @@ def main():
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--limit", type=int, help="how many training rows; 640, or all with --compare")
     parser.add_argument("--out", type=Path, default=Path("text-classification"))
-    parser.add_argument("--compare", action="store_true")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--compare", action="store_true", help="run every method with several seeds")
+    parser.add_argument("--table", action="store_true", help="write the comparison's results into the page")
     parser.add_argument("--methods", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if not args.table:
+        args.model = args.model or default_model()
+    return args
+
+
+def main():
+    args = parse()
     logging.set_verbosity_error()
     if args.table:
-        print(table(json.loads(args.results.read_text())))
+        write_page(table(json.loads(args.results.read_text())))
         return
-    args.model = args.model or default_model()
     if args.limit is None and not args.compare:
         args.limit = 640
     task = Task(args)

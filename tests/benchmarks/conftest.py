@@ -115,4 +115,27 @@ def page(results):
                 cells = [f"{numbers[c]:g}" if c in numbers else "" for c in columns]
                 lines.append(f"| {work} | {what} | " + " | ".join(cells) + " |")
         lines.append("")
-    return "\n".join(lines)
+    picture = RESULTS.with_name("scaling.svg")
+    if picture.exists():
+        lines += ["![Seconds of a draw and of the penalty over the number of parameters](results/scaling.svg)", ""]
+    return "\n".join([*lines, *peers()])
+
+
+def peers():
+    """Return the lines about other libraries, which `make bench-peers` measures."""
+    path = RESULTS.with_name("peers.json")
+    if not path.exists():
+        return []
+    lines = [
+        "## Other libraries",
+        "",
+        "Measured beside bayesify in one run by `make bench-peers`; ratios on the clock.",
+        "",
+    ]
+    lines += ["| what | library | ratio |", "|---|---|---|"]
+    for group, rows in json.loads(path.read_text()).items():
+        for library, found in rows.items():
+            lines.append(
+                f"| {group} | {library} | {found if isinstance(found, str) else format(found['wall'], '.2f')} |"
+            )
+    return [*lines, ""]

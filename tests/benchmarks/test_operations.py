@@ -2,12 +2,14 @@
 
 import time
 
+import pytest
 import torch
 from torch.nn import functional as F
 
 from bayesify import bayesify, fit_laplace, load, mean, penalty, predict, sample, save
+from tests.benchmarks.memory import peak_gigabytes
 from tests.benchmarks.timing import Time, interleave
-from tests.benchmarks.workloads import NUM_DATA
+from tests.benchmarks.workloads import LONG, MLP, NUM_DATA
 
 
 def test_evaluation(work, table, benchmark):
@@ -28,8 +30,10 @@ def test_evaluation(work, table, benchmark):
 
 
 def test_prediction(work, table, benchmark):
+    if work in LONG:
+        pytest.skip("long, and no different from the smaller models")
     plain, wrapped, (x, _) = work.model().eval(), bayesify(work.model(), "vi"), work.data()
-    batches = [x] * (20 if work.name == "mlp" else 6)
+    batches = [x] * 20
 
     def run_plain():
         with torch.no_grad():
@@ -40,7 +44,7 @@ def test_prediction(work, table, benchmark):
         "posterior mean": lambda: predict(wrapped, batches, samples=0),
         "5 samples": lambda: predict(wrapped, batches, samples=5, seed=0),
     }
-    times = interleave(calls, 3)
+    times = interleave(calls, 10 if work is MLP else 2)
     for what in ("posterior mean", "5 samples"):
         table.add(
             f"prediction over a plain pass of {len(batches)} batches", work, what, **times[what].over(times["plain"])
@@ -90,6 +94,8 @@ def test_wrapping_and_checkpoints(work, table, benchmark, tmp_path):
 
 
 def test_laplace_fit(work, table, benchmark):
+    if work in LONG:
+        pytest.skip("long, and no different from the smaller models")
     x, y = work.data()
     plain, wrapped = work.model().eval(), bayesify(work.model(), "la")
 
@@ -101,4 +107,6 @@ def test_laplace_fit(work, table, benchmark):
     calls = {"plain": gradient, "fit": lambda: fit_laplace(wrapped, [(x, y)] * 3)}
     times: dict[str, Time] = interleave(calls, max(work.rounds // 4, 2))
     table.add("Laplace over a forward and backward pass", work, "fit_laplace", **times["fit"].over(times["plain"]))
+    for what in ("plain pass", "fit_laplace"):
+        table.add("peak memory of a Laplace fit", work, what, gigabytes=peak_gigabytes(work, what))
     benchmark.pedantic(gradient, rounds=1)
