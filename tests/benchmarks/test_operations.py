@@ -96,15 +96,15 @@ def test_wrapping_and_checkpoints(work, table, benchmark, tmp_path):
 def test_laplace_fit(work, table, benchmark):
     if work in LONG:
         pytest.skip("long, and no different from the smaller models")
-    x, y = work.data()
+    batches = [work.data()] * (20 if work is MLP else 5)
     plain, wrapped = work.model().eval(), bayesify(work.model(), "la")
 
     def gradient():
         plain.zero_grad()
-        for _ in range(3):
+        for x, y in batches:
             F.cross_entropy(plain(x), y).backward()
 
-    calls = {"plain": gradient, "fit": lambda: fit_laplace(wrapped, [(x, y)] * 3)}
+    calls = {"plain": gradient, "fit": lambda: fit_laplace(wrapped, batches)}
     times: dict[str, Time] = interleave(calls, max(work.rounds // 4, 2))
     table.add("Laplace over a forward and backward pass", work, "fit_laplace", **times["fit"].over(times["plain"]))
     for what in ("plain pass", "fit_laplace"):
