@@ -19,7 +19,6 @@ from bayesify import threads
 from bayesify.threads import Array, scratch
 
 ROW = 1024  # elements that are summed in float32
-KEPT_BYTES = 1 << 24  # noise of this size and more is made again in the backward pass, and not kept for it
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Factor = float | Tensor
 
@@ -264,8 +263,7 @@ class Sampled(torch.autograd.Function):
             value = posterior.draw(tensors[0], noise)
         else:
             value = value.detach()
-        kept = noise is not None and noise.numel() * noise.element_size() < KEPT_BYTES
-        ctx.noise = noise if kept else None
+        ctx.noise = noise
         return value, torch.zeros((), dtype=torch.float64, device=value.device)
 
     @staticmethod
