@@ -400,7 +400,7 @@ def test_a_dict_is_a_batch():
     model, items, _ = zoo("bert", 4)
     batch = next(iter(DataLoader(items, batch_size=4)))
     fit_laplace(model, batch, progress=True)
-    predict(model, batch, samples=2)
+    assert len(predict(model, batch, samples=2)) == 4
 
 
 def test_save_and_load_keep_the_fit_and_the_chosen_prior(tmp_path, trained):
