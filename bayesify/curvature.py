@@ -36,9 +36,9 @@ class Layouts(dict[Node, list[Layout]]):
         """Tell whether the gradient at a node has a part for each example, or None where this is not known."""
         return bool(self[node]) if node in self else None
 
-    def unsure(self) -> list[Node]:
-        """Return the nodes with several possible layouts."""
-        return [node for node, found in self.items() if len(found) > 1]
+    def unsure(self) -> bool:
+        """Tell whether a node has several possible layouts."""
+        return any(len(found) > 1 for found in self.values())
 
     def narrow(self, found: "Layouts") -> None:
         """Keep what another trial allows too."""
@@ -49,8 +49,8 @@ class Layouts(dict[Node, list[Layout]]):
 class Plan:
     """What was found out about a kind of graph: layouts by the position of the nodes, and what has no rule."""
 
-    def __init__(self, graph: Graph, layouts: Layouts, uncovered: set[str]) -> None:
-        self.uncovered = uncovered
+    def __init__(self, graph: Graph, layouts: Layouts) -> None:
+        self.uncovered: set[str] = set()
         self.keep(graph, layouts)
 
     def keep(self, graph: Graph, layouts: Layouts) -> None:
@@ -91,27 +91,37 @@ class SquaredGradients:
                 "graph; use use_reentrant=False, or switch checkpointing off"
             )
         names = [name for name, param in self.params.items() if id(param) in graph.leaves]
+        if not names:
+            return
+        plan = self._plan(graph, output, smaller) if len(output) > 1 else None
         for name in names:
             if name not in self.totals:
                 param = self.params[name]
                 self.totals[name] = torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
-        if not names:
-            return
-        if len(output) == 1:
-            for seed in seeds:
-                self._add_single(names, output, seed)
-            return
-        plan = self._plan(graph, output, smaller)
-        layouts = plan.bind(graph)
-        if unsure := layouts.unsure():
-            layouts.narrow(try_weights(graph, output, unsure).layouts)
-            plan.keep(graph, layouts)
-        fast = {name: self.params[name] for name in names if name not in plan.uncovered}
         for seed in seeds:
-            failed = each_part(graph, output, seed, fast, layouts, self._add_parts)
-            slow = [*failed, *(name for name in names if name in plan.uncovered)]
-            if slow:
+            slow = names if plan is None else self._add_fast(names, graph, output, seed, plan)
+            if slow and len(output) == 1:
+                self._add_single(slow, output, seed)
+            elif slow:
                 self._add_one_by_one(slow, output, seed)
+
+    def _add_fast(self, names: list[str], graph: Graph, output: Tensor, seed: Tensor, plan: Plan) -> list[str]:
+        """Add the squared gradients of all parameters that have a rule, and return the others."""
+        layouts = plan.bind(graph)
+        fast = {name: self.params[name] for name in names if name not in plan.uncovered}
+        failed = each_part(graph, output, seed, fast, layouts, self._add_parts, guess=False)
+        if failed and layouts.unsure():
+            # The trial saw no gradients there, or too few to tell whose they are; this batch has some.
+            params = {name: self.params[name] for name in failed}
+            trial, uncovered = explore(graph, output, params)
+            layouts.narrow(trial.layouts)
+            plan.keep(graph, layouts)
+            self._give_up(plan, uncovered)
+            for name in uncovered:
+                del params[name]
+            each_part(graph, output, seed, params, layouts, self._add_parts, guess=True)
+            failed = list(uncovered)
+        return [*failed, *(name for name in names if name in plan.uncovered and name not in failed)]
 
     def _plan(self, graph: Graph, output: Tensor, smaller: Callable[[], Tensor | None]) -> Plan:
         """Find out about a kind of graph, on a few examples if that gives the same one."""
@@ -124,28 +134,22 @@ class SquaredGradients:
             if small.signature == graph.signature:
                 graph, output = small, few
         params = {name: p for name, p in self.params.items() if id(p) in graph.leaves}
-        trial = Trial(Layouts(), {}, 0.0)
-        for _ in range(ROUNDS):
-            uses = (use for p in params.values() for use in graph.uses(p, trial.layouts.separate))
-            unknown = {use.node: None for use in uses if use.node not in trial.layouts}
-            if not unknown:
-                break
-            trial = trial.with_more(try_weights(graph, output, list(unknown)))
-        try:
-            uncovered = find_uncovered(graph, output, params, trial)
-        except RuntimeError as error:
-            # Checkpointing, for one, lets nobody else read what it has saved.
-            uncovered = dict.fromkeys(params, type(error).__name__)
-        self._plans[graph.signature] = plan = Plan(graph, trial.layouts, set(uncovered))
+        trial, uncovered = explore(graph, output, params)
+        self._plans[graph.signature] = plan = Plan(graph, trial.layouts)
+        self._give_up(plan, uncovered)
+        return plan
+
+    def _give_up(self, plan: Plan, uncovered: Mapping[str, str]) -> None:
+        """Send parameters down the slow path from now on, and say so once."""
+        plan.uncovered |= set(uncovered)
         if uncovered and not self._warned:
             self._warned = True
             name, why = next(iter(uncovered.items()))
             warnings.warn(
                 f"no batched rule for {len(uncovered)} parameters (the first is {name!r}, because of {why}): they take "
                 "a backward pass per example, which is exact but slow",
-                stacklevel=6,
+                stacklevel=7,
             )
-        return plan
 
     def _add_single(self, names: list[str], output: Tensor, seed: Tensor) -> None:
         """Add the squared gradients of the only example that the seed is not zero for."""
@@ -172,9 +176,25 @@ class SquaredGradients:
 
 
 def each_part(
-    graph: Graph, output: Tensor, seed: Tensor, params: Mapping[str, Tensor], layouts: Layouts, finished: Finished
+    graph: Graph,
+    output: Tensor,
+    seed: Tensor,
+    params: Mapping[str, Tensor],
+    layouts: Layouts,
+    finished: Finished,
+    *,
+    guess: bool,
 ) -> list[str]:
     """Run a backward pass, and hand over each parameter's parts as soon as all its uses have been passed.
+
+    Args:
+        graph: The graph.
+        output: What it was made from.
+        seed: The gradient of the output.
+        params: The parameters.
+        layouts: Where the examples are.
+        finished: Takes a parameter's name and its parts.
+        guess: Whether, of several possible layouts, the first is as good as any.
 
     Returns:
         The parameters that turned out to have no rule, for which nothing was handed over.
@@ -189,11 +209,17 @@ def each_part(
             at.setdefault(use.node, []).append((name, use))
 
     def arrive(node: Node, grad: Tensor) -> None:
+        found = layouts.get(node, [])
+        unsure = len(found) > 1
+        if unsure and not grad.any():
+            return  # zero, whosever it is: as if it had not arrived
         for name, use in at[node]:
             if name in failed:
                 continue
             try:
-                parts[name].append(part_of(use, grad, layouts.get(node, []), len(output)))
+                if not found or (unsure and not guess):
+                    raise NoRuleError
+                parts[name].append(part_of(use, grad, found[0], len(output)))
             except NoRuleError:
                 failed.append(name)
                 del parts[name]
@@ -242,8 +268,8 @@ def try_weights(graph: Graph, output: Tensor, nodes: Sequence[Node]) -> Trial:
     weight = weights.flatten().double().cpu()
     layouts = Layouts()
     for node in nodes:
-        if node not in plain or node not in weighted:
-            # Where nothing arrives the gradient is zero, and any layout will do.
+        if node not in weighted or plain[node].size == 0:
+            # A gradient that is zero, or did not arrive, may be anyone's.
             layouts[node] = EVERY_LAYOUT
             continue
         layouts[node] = [
@@ -289,6 +315,22 @@ def _projections(graph: Graph, output: Tensor, seed: Tensor, nodes: Sequence[Nod
     return out
 
 
+def explore(graph: Graph, output: Tensor, params: Mapping[str, Tensor]) -> tuple[Trial, dict[str, str]]:
+    """Find where the examples are in every use of some parameters, and which parameters have no rule, and why."""
+    trial = Trial(Layouts(), {}, 0.0)
+    for _ in range(ROUNDS):
+        uses = (use for p in params.values() for use in graph.uses(p, trial.layouts.separate))
+        unknown = {use.node: None for use in uses if use.node not in trial.layouts}
+        if not unknown:
+            break
+        trial = trial.with_more(try_weights(graph, output, list(unknown)))
+    try:
+        return trial, find_uncovered(graph, output, params, trial)
+    except RuntimeError as error:
+        # Checkpointing, for one, lets nobody else read what it has saved.
+        return trial, dict.fromkeys(params, type(error).__name__)
+
+
 def find_uncovered(graph: Graph, output: Tensor, params: Mapping[str, Tensor], trial: Trial) -> dict[str, str]:
     """Return the parameters whose rules do not exist or do not give autograd's gradient, with an operation to blame.
 
@@ -317,7 +359,9 @@ def find_uncovered(graph: Graph, output: Tensor, params: Mapping[str, Tensor], t
         if not float(torch.linalg.vector_norm(error)) <= 10 * trial.eps**0.5 * size + 100 * trial.eps * terms:
             out[name] = kind(uses[name][0].node)
 
-    failed = each_part(graph, output, seed, good, trial.layouts, compare)
+    failed = each_part(graph, output, seed, good, trial.layouts, compare, guess=True)
+    for name in set(truth).difference(failed):
+        compare(name, [])  # nothing arrived for it
     return out | {name: kind(uses[name][0].node) for name in failed}
 
 

@@ -177,7 +177,7 @@ def _first(batch: Any, few: int, count: int) -> Any:
 
 
 def _store(model: nn.Module, fitted: list[Fitted], tune: Any, likelihood: Likelihood) -> None:
-    """Give the posteriors their standard deviations, with the prior's scale that `tune` chooses."""
+    """Give the posteriors their standard deviations, with the prior's scale that `tune` chooses; uses `fitted` up."""
     before = {f.posterior: f.posterior.deviation for f in fitted}
 
     def spread(factor: float) -> None:
@@ -190,7 +190,10 @@ def _store(model: nn.Module, fitted: list[Fitted], tune: Any, likelihood: Likeli
             factor, tuned = by_evidence(fitted), "evidence"
         elif tune is not None:
             factor, tuned = by_validation(fitted, model, tune, likelihood, spread), "validation"
-        spread(factor)
+        while fitted:
+            # One after the other, so that no more than one curvature is kept beside its deviation.
+            posterior, h, damping = fitted.pop()
+            posterior.deviation = posterior.spread(h, posterior.prior_sig * factor, damping)
     except BaseException:
         for posterior, old in before.items():
             posterior.deviation = old

@@ -130,12 +130,12 @@ class Product(Part):
             for start, stop in chunks(self.batch, flat.numel()):
                 flat.add_((left[start:stop].mT @ right[start:stop]).square_().sum(0))
         else:
-            # One matrix at a time, in bands that stay in the cache until they are squared.
-            bands = torch.split(flat, max(1, BLOCK // flat.shape[1]))
-            scratch = torch.empty_like(bands[0])
-            for x, d in zip(left.mT, right, strict=True):
-                for band, rows in zip(bands, torch.split(x, len(bands[0])), strict=True):
-                    grad = torch.mm(rows, d, out=scratch[: len(band)])
+            # One matrix at a time, in bands that stay in the cache for all the examples.
+            rows = max(1, BLOCK // flat.shape[1])
+            scratch = torch.empty_like(flat[:rows])
+            for band, columns in zip(torch.split(flat, rows), torch.split(left.mT, rows, 1), strict=True):
+                for x, d in zip(columns, right, strict=True):
+                    grad = torch.mm(x, d, out=scratch[: len(band)])
                     band.addcmul_(grad, grad)
         return None
 

@@ -4,7 +4,7 @@ Whatever is not understood raises `NoRuleError`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,21 +14,21 @@ from bayesify.graphs import Use, kind
 from bayesify.parts import Convolved, Layout, Looked, Masked, NoRuleError, Part, Product, Summed
 
 
-def part_of(use: Use, grad: Tensor, layouts: Sequence[Layout], batch: int) -> Part:
+def part_of(use: Use, grad: Tensor, layout: Layout, batch: int) -> Part:
     """Return the gradients of each example through one use.
 
     Args:
         use: The use.
         grad: The gradient that arrives at its output.
-        layouts: Where the examples are in it; the first counts.
+        layout: Where the examples are in it.
         batch: How many there are.
 
     Raises:
         NoRuleError: There is no rule for it.
     """
     try:
-        part = RULES[kind(use.node), use.place](use, grad, layouts[0], batch)
-    except (KeyError, IndexError, AttributeError, RuntimeError) as error:
+        part = RULES[kind(use.node), use.place](use, grad, layout, batch)
+    except (KeyError, AttributeError, RuntimeError) as error:
         raise NoRuleError from error
     part.use = use
     if isinstance(part, Product) and use.steps and kind(use.steps[-1].node) == "T":

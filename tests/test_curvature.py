@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bayesify import curvature, parts, rules
+from bayesify import curvature, graphs, parts, rules
 from bayesify.curvature import SquaredGradients
 
 CLASSES = 3
@@ -336,6 +336,36 @@ def test_a_batch_without_gradients_settles_nothing():
     output = run(slice(0, 6)) * 1
     squares.add(output, [torch.ones_like(output)], lambda: None)
     assert_exact(squares.totals, one_by_one(params, run, 6))
+
+
+def test_a_rule_that_a_trial_could_not_check_is_checked_later(monkeypatch):
+    right = rules.RULES["Addmm", 0]
+    monkeypatch.setitem(rules.RULES, ("Addmm", 0), lambda use, grad, *rest: right(use, grad * 1.01, *rest))
+    params, run = case("mlp")
+    squares = SquaredGradients(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dead = run(slice(0, 3)) * 0
+        squares.add(dead, [torch.ones_like(dead)], lambda: None)
+    output = run(slice(0, 6)) * 1
+    with pytest.warns(UserWarning, match="no batched rule for 1 parameters"):
+        squares.add(output, [torch.ones_like(output)], lambda: None)
+    assert_exact(squares.totals, one_by_one(params, run, 6))
+
+
+def test_gradients_that_stay_zero_cost_one_pass_per_batch(monkeypatch):
+    """As below a head whose weights are zero."""
+    params, run = case("time first")
+    squares = SquaredGradients(params)
+    passes = []
+    original = graphs.grads
+    monkeypatch.setattr(graphs, "grads", lambda *a: passes.append(1) or original(*a))
+    counts = []
+    for _ in range(3):
+        dead = run(slice(0, 3)) * 0
+        squares.add(dead, [torch.ones_like(dead)], lambda: None)
+        counts.append(len(passes))
+    assert counts[2] - counts[1] == counts[1] - counts[0] == 1
 
 
 def test_other_graphs_get_plans_of_their_own():

@@ -33,7 +33,10 @@ class Workload:
         """Build the model, always with the same weights."""
         torch.manual_seed(0)
         if self.name != "mlp":
-            return getattr(torchvision.models, self.name)(weights=None, num_classes=CLASSES)
+            model: nn.Module = getattr(torchvision.models, self.name)(weights=None, num_classes=CLASSES)
+            if self.name.startswith("vit"):
+                nn.init.normal_(model.heads.head.weight, std=0.02)  # zero at first, and nothing below has a gradient
+            return model
         sizes = (784, 1000, 1000, 1000)
         layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(1000, CLASSES))
