@@ -8,13 +8,12 @@ per method for all seeds, chosen on a split of the training photos; the test pho
 results are in `docs/results/hymenoptera.json`, from which alone the tables of `docs/vision.md` are written.
 """
 
-import argparse
 import json
 import os
-import re
 import statistics
 from pathlib import Path
 
+import training
 from image_classification import SCORES, parse, run
 
 ROOT = Path(__file__).parents[1]
@@ -85,16 +84,10 @@ from scratch with prior mean zero, {seeds} seeds, means and standard errors; sam
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--out", type=Path, default=Path("runs/hymenoptera"))
-    args = parser.parse_args()
+    args = training.page_options(__doc__, Path("runs/hymenoptera"))
     if not args.page:
         collect(args.out)
-    section = f"<!-- results -->\n{page()}\n<!-- end of results -->"
-    PAGE.write_text(
-        re.sub(r"<!-- results -->.*<!-- end of results -->", lambda _: section, PAGE.read_text(), flags=re.S)
-    )
+    training.write_section(PAGE, "results", page())
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ The output folder gets `log.jsonl` (one line per epoch), `last.pt` (to go on aft
 """
 
 import argparse
-import json
-import math
 import os
 import random
 from pathlib import Path
 
 import torch
+import training
 from bayesify.integrations.vision import create_bayesian, update_bn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
@@ -33,7 +32,6 @@ from tqdm import tqdm
 
 from bayesify import SGLD, fit_laplace, load, metrics, param_groups, penalty, plots, predict, save
 
-NOT_SETTINGS = ("out", "workers", "root")  # where a run happens, not what it is
 SCORES = ("error", "nll", "ece", "mce", "brier")
 
 
@@ -46,48 +44,19 @@ def parse(argv=None):
     parser.add_argument("--pretrained", action="store_true", help="prior mean and start: the weights of the hub")
     parser.add_argument("--weights", type=Path, help="the same with a weights file")
     parser.add_argument("--method", default="vi", choices=("vanilla", "vi", "mc_dropout", "sgld", "la"))
-    parser.add_argument("--hparams", type=hparams, default={}, help="name=value,... of bayesify; burnin is in epochs")
-    parser.add_argument("--epochs", type=int, default=10, help="at most this many")
-    parser.add_argument("--patience", type=int, default=5, help="stop after so many epochs without a better one")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of the body")
-    parser.add_argument("--lr_head", type=float, help="learning rate of the head; that of the body if not given")
-    parser.add_argument("--lr_sig", type=float, help="learning rate of VI's spread; that of the body if not given")
-    parser.add_argument("--momentum", type=float, default=0.9)
-    parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="of the learning rates")
-    parser.add_argument("--batch_size", type=int, default=32)
+    training.add_options(parser, epochs=10, patience=5, lr=1e-3, batch_size=32, momentum=0.9, heldout=0.2)
+    parser.add_argument("--lr_head", type=float, help="learning rate of the head; --lr if not given")
     parser.add_argument("--size", type=int, help="pixels per side; the model's own if not given")
     parser.add_argument("--no_augment", action="store_true", help="train on the images as they are tested")
-    parser.add_argument("--val_heldout", type=float, default=0.2, help="fraction of the training images for validation")
     parser.add_argument("--update_bn", type=int, help="at the end, BatchNorm statistics of so many draws (0: mean)")
     parser.add_argument(
         "--keep", choices=("best", "last"), default="best", help="which epoch's posterior is the result"
     )
     parser.add_argument("--last_layer", action="store_true", help="fit Laplace on the head alone")
     parser.add_argument("--tune", action="store_true", help="let Laplace choose its scale on the validation images")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the new head and everything else")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")
     parser.add_argument("--out", type=Path, default=Path("runs/images"))
-    args = parser.parse_args(argv)
-    if not 0 < args.val_heldout < 1:
-        parser.error(f"--val_heldout must be between 0 and 1, got {args.val_heldout}: early stopping needs both parts")
-    if args.hparams.get("burnin", 0) >= args.epochs:
-        parser.error(f"burnin must be less than --epochs {args.epochs}, got {args.hparams['burnin']}")
-    return args
-
-
-def hparams(text):
-    """Read name=value,... with numbers as numbers."""
-    pairs = dict(item.split("=", 1) for item in text.split(",") if item)
-    return {name.strip(): number(value.strip()) for name, value in pairs.items()}
-
-
-def number(text):
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    return training.parse(parser, argv)
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -192,15 +161,14 @@ def make_optimizer(args, model, head, num_data):
     return torch.optim.SGD(groups, momentum=args.momentum)
 
 
-def train_epoch(model, optimizer, scaler, loader, rates, title):
-    """Take one pass over the training images and return their mean loss; `rates` scales the learning rates by step."""
+def train_epoch(args, model, optimizer, scaler, loader, epoch):
+    """Take one pass over the training images and return their mean loss."""
     model.train()
     device = next(model.parameters()).device
-    base = [group["lr"] for group in optimizer.param_groups]
     total = 0.0
-    for (images, labels), rate in zip(bar := tqdm(loader, desc=title, unit="batch", leave=False), rates, strict=True):
-        for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * rate
+    rates = training.scheduled(optimizer, args, epoch, len(loader))
+    bar = tqdm(loader, desc=f"epoch {epoch + 1}", unit="batch", leave=False)
+    for (images, labels), _ in zip(bar, rates, strict=True):
         with torch.autocast(device.type, enabled=device.type == "cuda"):
             # Convolutions are a quarter faster on this layout, also on a CPU.
             logits = model(images.to(device, memory_format=torch.channels_last))
@@ -211,85 +179,29 @@ def train_epoch(model, optimizer, scaler, loader, rates, title):
         scaler.update()
         total += loss.item()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-    for group, lr in zip(optimizer.param_groups, base, strict=True):
-        group["lr"] = lr
     return total / len(loader)
-
-
-def rates_of(epoch, args, steps):
-    """Return the factor of the learning rates at every step of an epoch."""
-    if args.schedule == "constant":
-        return [1.0] * steps
-    return [(1 + math.cos(math.pi * (epoch + step / steps) / args.epochs)) / 2 for step in range(steps)]
 
 
 def train(args, model, optimizer, data):
     """Train until the validation loss stops improving, keep the best posterior, and return the history."""
     last = args.out / "last.pt"
     scaler = torch.amp.GradScaler(enabled=torch.cuda.is_available())
-    history = resume(last, args, model, optimizer, scaler)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    history = training.resume(last, args, parts)
     burnin = args.hparams.get("burnin", 0)  # until then an SGLD chain has no moments
-    while not finished(history, args):
+    while not training.finished(history, args):
         epoch = len(history)
-        rates = rates_of(epoch, args, len(data["train"]))
-        loss = train_epoch(model, optimizer, scaler, data["train"], rates, f"epoch {epoch + 1}")
+        loss = train_epoch(args, model, optimizer, scaler, data["train"], epoch)
         entry = {"epoch": epoch + 1, "train_loss": loss}
         if epoch >= burnin:
             validation = predict(model, data["val"], samples=0).scores
             entry |= {"val_loss": validation["nll"], "val_error": validation["error"]}
-            if entry["val_loss"] < min((e["val_loss"] for e in history if "val_loss" in e), default=math.inf):
+            if training.is_best(entry, history):
                 save(model, args.out / "best")
         history.append(entry)
-        remember(last, args, model, optimizer, scaler, history)
+        training.remember(last, args, parts, history)
         print(" ".join(f"{k} {v:.4g}" for k, v in entry.items()), flush=True)
     return history
-
-
-def finished(history, args):
-    """Tell whether all epochs are over, or the last better one is too long ago."""
-    best = best_of(history)
-    return len(history) >= args.epochs or (best is not None and len(history) - best["epoch"] >= args.patience)
-
-
-def best_of(history):
-    return min((e for e in history if "val_loss" in e), key=lambda e: e["val_loss"], default=None)
-
-
-def settings_of(args):
-    return {name: str(value) for name, value in vars(args).items() if name not in NOT_SETTINGS}
-
-
-def remember(path, args, model, optimizer, scaler, history):
-    """Write what `resume` needs, by one atomic rename, and the log."""
-    states = {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    state = {name: part.state_dict() for name, part in parts.items()}
-    state |= {"random": states, "history": history, "settings": settings_of(args)}
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-    path.with_name("log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in history))
-
-
-def resume(path, args, model, optimizer, scaler):
-    """Go on where an earlier run stopped, if there was one, and return its history."""
-    if not path.is_file():
-        return []
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    check_settings(path, state["settings"], args)
-    for name, part in {"model": model, "optimizer": optimizer, "scaler": scaler}.items():
-        part.load_state_dict(state[name])
-    random.setstate(state["random"]["python"])
-    torch.set_rng_state(state["random"]["cpu"])
-    torch.cuda.set_rng_state_all(state["random"]["cuda"])
-    return state["history"]
-
-
-def check_settings(path, saved, args):
-    """Stop if a folder holds a run of other settings."""
-    now = settings_of(args)
-    differ = sorted(name for name in now.keys() | saved.keys() if now.get(name) != saved.get(name))
-    if differ:
-        raise SystemExit(f"{path} is of a run with other settings ({', '.join(differ)}); choose another --out")
 
 
 # -- results --------------------------------------------------------------------------------------------------------
@@ -314,9 +226,7 @@ def evaluate(args, model, data):
 def run(args):
     """Train, evaluate and write `result.json`; return it."""
     target = args.out / "result.json"
-    if target.is_file():
-        result = json.loads(target.read_text())
-        check_settings(target, result["settings"], args)
+    if (result := training.read_result(target, args)) is not None:
         return result
     args.out.mkdir(parents=True, exist_ok=True)
     source, test, classes = open_data(args)
@@ -336,15 +246,14 @@ def run(args):
     save(model, args.out / "best")
     images = {name: len(data[name].dataset) for name in ("train", "val", "test")}
     result = {
-        "settings": settings_of(args),
+        "settings": training.settings_of(args),
         "images": images,
         **evaluate(args, model, data),
-        "best_epoch": best_of(history)["epoch"],
-        "val_loss": best_of(history)["val_loss"],
+        "best_epoch": training.best_of(history)["epoch"],
+        "val_loss": training.best_of(history)["val_loss"],
         "epochs": len(history),
     }
-    target.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
-    target.with_suffix(".tmp").replace(target)
+    training.write_result(target, result)
     return result
 
 

@@ -8,7 +8,6 @@ is chosen on data that is not scored (`tune=`). The results are in `docs/results
 `docs/laplace.md` is written.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 import image_classification as images
 import text_classification as texts
 import torch
+import training
 from hymenoptera import MODEL, WEIGHTS
 
 from bayesify import bayesify, fit_laplace, load, named_posteriors, predict, unbayesify
@@ -145,10 +145,7 @@ sentences were run once. Written by `python examples/laplace.py` from `docs/resu
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--out", type=Path, default=Path("runs/laplace"))
-    args = parser.parse_args()
+    args = training.page_options(__doc__, Path("runs/laplace"))
     if not args.page:
         collect(args.out)
     PAGE.write_text(page())

@@ -10,7 +10,6 @@ Training and validation images are disjoint, and nothing is chosen by looking at
 
 import argparse
 import gzip
-import json
 import math
 import os
 import time
@@ -20,6 +19,7 @@ from statistics import median
 
 import numpy as np
 import torch
+import training
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,50 +46,20 @@ PAPER = {"vi": {"link": "clamp", "init_sig": 1e-6}}  # what the paper's runs hav
 SAMPLES = 5
 PREDICT_BATCH = 2000
 TUNE_BATCHES = 3
-NOT_SETTINGS = ("data_root", "log_dir")  # where a run happens, not what it is
 
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--method", default="vi", help="vanilla, vi, mc_dropout, sgld or la")
-    parser.add_argument("--hparams", type=hparams, default={}, help="name=value,... of bayesify; burnin is in epochs")
-    parser.add_argument("--epochs", type=int, default=100, help="at most this many")
-    parser.add_argument("--patience", type=int, default=10, help="stop after so many epochs without a better one")
+    training.add_options(parser, epochs=100, patience=10, lr=1e-2, batch_size=128, momentum=0.5, heldout=0.5)
     parser.add_argument("--eval_every", type=int, default=1, help="epochs from one validation to the next")
-    parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--lr_sig", type=float, default=None, help="learning rate of VI's spread; None is --lr")
-    parser.add_argument("--schedule", choices=("constant", "cosine"), default="constant", help="of the learning rate")
-    parser.add_argument("--batch_size", type=int, default=128)
-    parser.add_argument("--momentum", type=float, default=0.5)
-    parser.add_argument("--val_heldout", type=float, default=0.5, help="fraction of the training images")
     parser.add_argument(
         "--tune", choices=("marglik", "val"), help="how Laplace chooses its scale; not given, it keeps it"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the initial weights and everything else")
     data_root = os.environ.get("BAYESIFY_DATA", "data")
     parser.add_argument("--data_root", type=Path, default=Path(data_root), help="holds MNIST/raw, as in torchvision")
     parser.add_argument("--log_dir", type=Path, default=Path("runs/mnist/vi"))
-    args = parser.parse_args(argv)
-    if not 0 < args.val_heldout < 1:
-        parser.error(f"--val_heldout must be between 0 and 1, got {args.val_heldout}: early stopping needs both parts")
-    if args.hparams.get("burnin", 0) >= args.epochs:
-        parser.error(f"burnin must be less than --epochs {args.epochs}, got {args.hparams['burnin']}")
-    return args
-
-
-def hparams(text):
-    """Read name=value,... with numbers as numbers."""
-    pairs = dict(item.split("=", 1) for item in text.split(",") if item)
-    return {name.strip(): number(value.strip()) for name, value in pairs.items()}
-
-
-def number(text):
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    return training.parse(parser, argv)
 
 
 def load_mnist(root):
@@ -148,29 +118,18 @@ def build(args, num_data):
     return model, torch.optim.SGD(groups, momentum=args.momentum, fused=True)
 
 
-def train_epoch(model, optimizer, images, labels, batch_size, rates):
-    """Take one pass over the training images and return their mean loss; `rates` scales the learning rate by step."""
+def train_epoch(args, model, optimizer, images, labels, epoch):
+    """Take one pass over the training images and return their mean loss."""
     model.train()
-    base = [group["lr"] for group in optimizer.param_groups]
     total = 0.0
-    for batch, rate in zip(torch.randperm(len(images)).split(batch_size), rates, strict=True):
-        for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * rate
+    order = torch.randperm(len(images)).split(args.batch_size)
+    for batch, _ in zip(order, training.scheduled(optimizer, args, epoch, len(order)), strict=True):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images[batch]), labels[batch])
         (loss + penalty(model, num_data=len(images))).backward()
         optimizer.step()
         total += loss.item() * len(batch)
-    for group, lr in zip(optimizer.param_groups, base, strict=True):
-        group["lr"] = lr
     return total / len(images)
-
-
-def rates_of(epoch, args, steps):
-    """Return the factor of the learning rate at every step of an epoch."""
-    if args.schedule == "constant":
-        return [1.0] * steps
-    return [(1 + math.cos(math.pi * (epoch + step / steps) / args.epochs)) / 2 for step in range(steps)]
 
 
 def batches(images, labels):
@@ -180,68 +139,25 @@ def batches(images, labels):
 def train(args, model, optimizer, data, deadline):
     """Train until the validation loss stops improving; return the history, or None where time ran out."""
     last = args.log_dir / "last.pt"
-    history = resume(last, args, model, optimizer)
-    images, labels = data["train"]
-    steps = math.ceil(len(images) / args.batch_size)
+    parts = {"model": model, "optimizer": optimizer}
+    history = training.resume(last, args, parts)
     burnin = args.hparams.get("burnin", 0)  # until then there is nothing that could be sampled
-    while not finished(history, args):
+    while not training.finished(history, args):
         if time.time() > deadline:
             return None
         epoch, started = len(history), time.time()
-        loss = train_epoch(model, optimizer, images, labels, args.batch_size, rates_of(epoch, args, steps))
+        loss = train_epoch(args, model, optimizer, *data["train"], epoch)
         entry = {"epoch": epoch + 1, "train_loss": loss}
         due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
         if due and epoch >= burnin:
             validation = predict(model, batches(*data["val"]), samples=0)
             entry |= {"val_loss": validation.scores["nll"], "val_error": validation.scores["error"]}
-            if entry["val_loss"] < min((e["val_loss"] for e in history if "val_loss" in e), default=math.inf):
+            if training.is_best(entry, history):
                 save(model, args.log_dir / "best")
         history.append(entry | {"seconds": time.time() - started})
-        remember(last, args, model, optimizer, history)
+        training.remember(last, args, parts, history)
         print(" ".join(f"{k} {v:.4g}" for k, v in history[-1].items()), flush=True)
     return history
-
-
-def finished(history, args):
-    """Tell whether all epochs are over, or the last better one is too long ago."""
-    best = best_of(history)
-    return len(history) >= args.epochs or (best is not None and len(history) - best["epoch"] >= args.patience)
-
-
-def best_of(history):
-    return min((e for e in history if "val_loss" in e), key=lambda e: e["val_loss"], default=None)
-
-
-def settings_of(args):
-    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-
-
-def remember(path, args, model, optimizer, history):
-    """Write what `resume` needs, by one atomic rename, and the log."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
-    torch.save(state | {"history": history, "settings": settings_of(args)}, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").replace(path)
-    path.with_name("log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in history))
-
-
-def resume(path, args, model, optimizer):
-    """Go on where an earlier run stopped, if there was one, and return its history."""
-    if not path.is_file():
-        return []
-    state = torch.load(path, weights_only=True)
-    check_settings(path, state["settings"], args)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["random"])
-    return state["history"]
-
-
-def check_settings(path, saved, args):
-    """Raise if a log folder holds a run of other settings."""
-    now = settings_of(args)
-    differ = sorted(name for name in now.keys() | saved.keys() if now.get(name) != saved.get(name))
-    if differ:
-        raise SystemExit(f"{path} is of a run with other settings ({', '.join(differ)}); choose another --log_dir")
 
 
 def scores(probs, labels):
@@ -289,9 +205,7 @@ def fit(args, model, data):
 def run(args, deadline=math.inf):
     """Train, evaluate and write `result.json`; return it, or None where the deadline came first."""
     target = args.log_dir / "result.json"
-    if target.is_file():
-        result = json.loads(target.read_text())
-        check_settings(target, result["settings"], args)
+    if (result := training.read_result(target, args)) is not None:
         return result
     args.log_dir.mkdir(parents=True, exist_ok=True)
     torch.set_flush_denormal(True)
@@ -306,18 +220,17 @@ def run(args, deadline=math.inf):
     load(model, args.log_dir / "best")
     about = fit(args, model, data) if args.method == "la" else {}
     result = {
-        "settings": settings_of(args),
+        "settings": training.settings_of(args),
         "images": {part: len(labels) for part, (_, labels) in data.items()},
         **evaluate(args, model, data),
-        "best_epoch": best_of(history)["epoch"],
+        "best_epoch": training.best_of(history)["epoch"],
         "epochs": len(history),
         "seconds_per_epoch": median(e["seconds"] for e in history),  # a pause of the machine does not count
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **about,
     }
-    target.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
-    target.with_suffix(".tmp").replace(target)
+    training.write_result(target, result)
     return result
 
 

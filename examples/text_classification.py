@@ -12,13 +12,13 @@ import argparse
 import csv
 import json
 import os
-import re
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+import training
 from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 from torch.utils.data import DataLoader
 from transformers import (
@@ -221,14 +221,6 @@ def table(rows):
     return "\n".join(lines)
 
 
-def write_page(lines):
-    """Put the comparison into the page about Hugging Face."""
-    section = f"<!-- sst2 -->\n{lines}\n<!-- end of sst2 -->"
-    page = re.sub(r"<!-- sst2 -->.*<!-- end of sst2 -->", lambda _: section, PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(page)
-    print(lines)
-
-
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=Path, help="rows of (text, label); .tsv or .csv")
@@ -258,7 +250,9 @@ def main():
     args = parse()
     logging.set_verbosity_error()
     if args.table:
-        write_page(table(json.loads(args.results.read_text())))
+        lines = table(json.loads(args.results.read_text()))
+        training.write_section(PAGE, "sst2", lines)
+        print(lines)
         return
     if args.limit is None and not args.compare:
         args.limit = 640

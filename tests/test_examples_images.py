@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from torch import nn
 from torchvision import datasets
@@ -96,13 +95,6 @@ def test_splits_are_disjoint_and_stratified():
     assert example.split(labels, 0.2, seed=1) != (train, val)
 
 
-def test_early_stopping():
-    args = example.parse(["--patience", "2", "--epochs", "9"])
-    history = [{"epoch": i + 1, "val_loss": loss} for i, loss in enumerate((3.0, 1.0, 2.0))]
-    assert not example.finished(history, args)
-    assert example.finished([*history, {"epoch": 4, "val_loss": 1.5}], args)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [("--val_heldout 1.0", "must be between 0 and 1"), ("--hparams burnin=10", "burnin must be less than --epochs")],
@@ -169,9 +161,3 @@ def test_the_page_of_the_comparison_is_written_from_results(tmp_path, monkeypatc
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| pretrained | vanilla | mean | 0.100 ± 0.058 |" in text
-
-
-def test_scaling_the_rates():
-    args = example.parse(["--schedule", "cosine", "--epochs", "2"])
-    rates = [rate for epoch in range(2) for rate in example.rates_of(epoch, args, 2)]
-    torch.testing.assert_close(torch.tensor(rates), (1 + torch.cos(torch.arange(4) / 4 * torch.pi)) / 2)

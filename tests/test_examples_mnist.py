@@ -204,21 +204,6 @@ def test_a_log_folder_of_another_run(small, data_root, tmp_path):
         small.run(arguments(small, data_root, tmp_path / "log", "--method", "vanilla", "--seed", "1"))
 
 
-def test_early_stopping(mnist):
-    args = mnist.parse(["--epochs", "50", "--patience", "3"])
-    losses = [0.5, 0.3, 0.4, 0.35, 0.31]
-    history = [{"epoch": i + 1, "val_loss": loss} for i, loss in enumerate(losses)]
-    assert [mnist.finished(history[:n], args) for n in range(6)] == [False] * 5 + [True]
-    assert mnist.best_of(history)["epoch"] == 2
-    assert mnist.finished([{"epoch": i + 1} for i in range(50)], args)
-
-
-def test_cosine_schedule(mnist):
-    args = mnist.parse(["--schedule", "cosine", "--epochs", "4"])
-    rates = [rate for epoch in range(4) for rate in mnist.rates_of(epoch, args, steps=5)]
-    assert rates[0] == 1 and rates == sorted(rates, reverse=True) and 0 < rates[-1] < 0.01
-
-
 def test_every_row_is_a_valid_command(small, reproduce):
     for run in reproduce.RUNS:
         small.build(small.parse(run.flags.split()), num_data=100)

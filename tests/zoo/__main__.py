@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .worker import MARK
+from .worker import FULL, MARK
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results/zoo.json"
@@ -79,6 +79,8 @@ def _run_process(library: str, names: list[str], *, timeout: float, memory: floa
                 line = lines.get(timeout=PATIENCE * timeout)
             except queue.Empty:
                 yield _lost(library, left[0], f"hangs: no verdict within {PATIENCE * timeout:.0f} s")
+                return
+            if line is None and len(left) < len(names) and process.wait() == FULL:
                 return
             if line is None:
                 yield _lost(library, left[0], f"the process ended with code {process.wait()}, perhaps out of memory")

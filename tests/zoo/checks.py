@@ -67,16 +67,20 @@ def check(case: Case) -> int:
         thetas = [(p.original, p(p.original).clone()) for _, p in named_posteriors(model)]
     if not _differ(drawn, plain.eval):
         raise Violation("a draw in eval mode leaves the output unchanged")
-    _check_loading(case, model, plain.eval, drawn)
-    unbayesify(model)
-    if _shape(model) != shape:
-        raise Violation("unbayesify leaves other modules, parameters, names or hooks behind")
-    _same("eval output after unbayesify", plain.eval, _eval(case, model))
-    with torch.no_grad():
-        for parameter, theta in thetas:
-            parameter.copy_(theta)
-    _same("output of a draw, against the plain model with that draw as its weights", _eval(case, model), drawn)
-    return sum(p.numel() for p in model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, folder)
+        unbayesify(model)
+        if _shape(model) != shape:
+            raise Violation("unbayesify leaves other modules, parameters, names or hooks behind")
+        _same("eval output after unbayesify", plain.eval, _eval(case, model))
+        with torch.no_grad():
+            for parameter, theta in thetas:
+                parameter.copy_(theta)
+        _same("output of a draw, against the plain model with that draw as its weights", _eval(case, model), drawn)
+        count = sum(p.numel() for p in model.parameters())
+        del model, thetas, parameter, theta  # a large model is not in memory twice
+        _check_loading(case, folder, plain.eval, drawn)
+    return count
 
 
 @dataclass
@@ -139,12 +143,10 @@ def _set_spread(model: nn.Module, rho: float) -> None:
             posterior.rho.fill_(rho)
 
 
-def _check_loading(case: Case, model: nn.Module, mean: list[Tensor], drawn: list[Tensor]) -> None:
+def _check_loading(case: Case, folder: str, mean: list[Tensor], drawn: list[Tensor]) -> None:
     """Check that a saved posterior gives the same model again."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(model, folder)
-        torch.manual_seed(1)
-        other = load(case.build().eval(), folder)
+    torch.manual_seed(1)
+    other = load(case.build().eval(), folder)
     _same("eval output after save and load", mean, _eval(case, other))
     with sample(other, seed=7):
         _same("a draw after save and load", drawn, _eval(case, other))

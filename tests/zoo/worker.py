@@ -12,6 +12,8 @@ import torch
 from .checks import Case, PlainModelError, Violation, check
 
 MARK = "ZOO "
+FULL = 75  # exit code of a process that has no memory left for the next model
+MEMORY_ERRORS = ("allocate memory", "could not create a primitive", "MemoryError", "bad_alloc")
 
 
 def case_of(library: str, name: str) -> Case:
@@ -45,7 +47,12 @@ def verdict(library: str, name: str) -> dict[str, Any]:
     except Violation as error:
         return {**row, "verdict": "fails", "reason": _short(str(error))}
     except Exception as error:
-        return {**row, "verdict": "fails", "reason": _short(f"{type(error).__name__}: {error}")}
+        reason = f"{type(error).__name__}: {error}"
+        return {**row, "verdict": "not run" if _lacks_memory(reason) else "fails", "reason": _short(reason)}
+
+
+def _lacks_memory(reason: str) -> bool:
+    return any(words in reason for words in MEMORY_ERRORS)
 
 
 def _short(reason: str) -> str:
@@ -71,7 +78,10 @@ def main(library: str, memory: str, timeout: str, names: list[str]) -> None:
     signal.signal(signal.SIGPROF, _out_of_time)
     for name in names:
         signal.setitimer(signal.ITIMER_PROF, float(timeout))
-        print(MARK + json.dumps(verdict(library, name)), flush=True)
+        row = verdict(library, name)
+        print(MARK + json.dumps(row), flush=True)
+        if _lacks_memory(row["reason"]):
+            sys.exit(FULL)
 
 
 if __name__ == "__main__":
