@@ -154,7 +154,8 @@ INTRODUCTION = """# The zoo
 
 Every classification, segmentation, detection, video and optical-flow builder of torchvision, the smallest model of
 every timm family (a family is a module's models whose names begin with the same word), and every model type of
-Transformers from a small config, with fresh weights, method "vi". Written by `make zoo` with {versions}.
+Transformers that has a model class with a forward, from a small config; with fresh weights, method "vi". Written by
+`make zoo` with {versions}.
 
 *ok* means that all of this holds on the model:
 
@@ -180,7 +181,9 @@ def main() -> None:
     options = parser.parse_args()
     for library in options.library:
         known = {key for key, row in read_rows().items() if row["verdict"] not in options.again}
-        wanted = [n for n in names_of(library) if fnmatch.fnmatch(n, options.match) and (library, n) not in known]
+        names = names_of(library)
+        write_rows({key: row for key, row in read_rows().items() if key[0] != library or key[1] in names})
+        wanted = [n for n in names if fnmatch.fnmatch(n, options.match) and (library, n) not in known]
         verdicts = run(library, wanted, timeout=options.timeout, memory=options.memory)
         for row in (bar := tqdm(verdicts, total=len(wanted), desc=library)):
             bar.write(f"{library} {row['name']}: {row['verdict']} {row['reason']}")
