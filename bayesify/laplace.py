@@ -21,7 +21,7 @@ from bayesify.tuning import Fitted, by_evidence, by_validation
 M = TypeVar("M", bound=nn.Module)
 
 CURVATURES = ("ef", "ggn")
-TRIAL_EXAMPLES = 3
+TRIAL_EXAMPLES = 2
 
 
 def fit_laplace(
