@@ -92,6 +92,11 @@ def _stamps(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
     return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
 
 
+def _is_transformed() -> bool:
+    """Tell whether torch.compile or torch.func is at work, which take plain reads best."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class Mode(NamedTuple):
     """What a block or a forward reads: a draw, the mean, or (both unset) what train() and eval() say.
 
@@ -289,12 +294,25 @@ class Scope:
         mode, draw = frame.mode, frame.mode.draw
         trains = posterior.training and not mode.mean and (draw is None or not draw.pinned)
         if draw is None or not posterior.random or not (draw.pinned or (trains and posterior.stochastic)):
-            return original if trains else posterior.mean_theta(original)
+            return self._point(frame, posterior, original) if trains else posterior.mean_theta(original)
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
             theta, handle = draw.theta(posterior, original)
             frame.thetas[posterior] = theta
             if handle is not None and posterior.training and not frame.recomputes:
+                self.handles[posterior] = handle
+        return theta
+
+    def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
+        """Return the parameter itself; by an alias that takes the penalty's gradient along, where that saves a pass."""
+        wants_grad = torch.is_grad_enabled() and original.requires_grad
+        if not frame.stack or posterior.stochastic or posterior.flat or not wants_grad or _is_transformed():
+            return original
+        theta = frame.thetas.get(posterior)
+        if theta is None:
+            theta, handle = Sampled.apply(posterior, 0, None, original, original)
+            frame.thetas[posterior] = theta
+            if not frame.recomputes:
                 self.handles[posterior] = handle
         return theta
 

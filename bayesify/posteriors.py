@@ -270,13 +270,14 @@ class Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of theta's and the energy's parts together."""
         posterior, (mean, *_) = ctx.posterior, ctx.tensors
-        if [t._version for t in ctx.tensors] != ctx.versions:
+        depends = posterior.stochastic or coef is not None or torch.is_grad_enabled()
+        if depends and [t._version for t in ctx.tensors] != ctx.versions:
             raise RuntimeError(
                 f"the posterior of {posterior.name!r} was modified between the forward pass and its backward pass; "
                 "call optimizer.step() (or load) only after backward()"
             )
         noise, ctx.noise = ctx.noise, None
-        if grad is not None and noise is None:
+        if grad is not None and noise is None and (posterior.stochastic or torch.is_grad_enabled()):
             noise = make_noise([posterior], ctx.seed)[posterior]
         with _holding(posterior, ctx.tensors[1:]):
             if torch.is_grad_enabled():

@@ -247,3 +247,24 @@ def test_an_unfinished_method_says_what_is_missing():
         bayesify(MLP(), Unfinished(bias="any"))
     with pytest.raises(NotImplementedError):
         Unfinished(bias="any").scale(3)
+
+
+@pytest.mark.parametrize("method", ["la", "sgld", "vanilla"])
+def test_the_penalty_folds_into_the_gradient_of_a_point(method):
+    """After a forward the prior's gradient is added where the parameter's own arrives; before one, it takes its way."""
+    torch.manual_seed(0)
+    model = bayesify(torch.nn.Linear(3, 2).double(), method, prior_sig=0.5).train()
+    with torch.no_grad():
+        model.parametrizations.weight.original.add_(0.3)
+    x = torch.randn(5, 3).double()
+    grads = []
+    for penalty_first in (True, False):
+        model.zero_grad()
+        if penalty_first:
+            penalty(model, num_data=7).backward()
+            model(x).square().sum().backward()
+        else:
+            (model(x).square().sum() + penalty(model, num_data=7)).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
+    assert model.parametrizations.weight.original.grad.abs().sum() > 0
