@@ -84,14 +84,14 @@ def page():
 
 TEXT = """## Ants and bees
 
-{train} training, {val} validation and {test} test photos (hymenoptera), {model} with ImageNet weights as prior mean or
-from scratch with prior mean zero, {seeds} seeds, means and standard errors; samples are 5. Training without
-augmentation for a fixed number of epochs leaves the plain network too sure of itself. With five samples VI, MC-dropout
-and Laplace have lower errors, NLL and ECE than the plain network; SGLD has the lowest error of all samples, but a higher
-NLL. Of each method one setting was tried and of SGLD four, among which the validation photos chose (two of the four came
-after its test scores had been seen, and changed nothing). The size, the learning rates and the lack of augmentation,
-which all methods share, go back to trials in which test scores were seen. Written by `python examples/hymenoptera.py --page`
-from `docs/results/hymenoptera.json`.
+{train} training, {val} validation and {test} test photos (hymenoptera), {model} with ImageNet weights as prior mean
+or from scratch with prior mean zero, {seeds} seeds, means and standard errors; samples are 5. Training without
+augmentation for a fixed number of epochs leaves the plain network too sure of itself. With five samples VI,
+MC-dropout and Laplace have lower errors, NLL and ECE than the plain network; SGLD has the lowest error of all
+samples, but a higher NLL. Of each method one setting was tried and of SGLD four, among which the validation photos
+chose (two of the four came after its test scores had been seen, and changed nothing). The size, the learning rates
+and the lack of augmentation, which all methods share, go back to trials in which test scores were seen. Written by
+`python examples/hymenoptera.py --page` from `docs/results/hymenoptera.json`.
 """
 
 
