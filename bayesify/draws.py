@@ -22,6 +22,7 @@ from bayesify import noise as noises
 from bayesify.methods.base import Method
 from bayesify.posteriors import Posterior, Sampled, make_noise
 from bayesify.replay import Past, Record, node_count
+from bayesify.threads import transformed
 
 PATIENCE = 100  # training steps without a penalty before the warning
 
@@ -90,11 +91,6 @@ class Kept(NamedTuple):
 def _stamps(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
     """Return what changes when a tensor is written or moved."""
     return [(0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors]
-
-
-def _is_transformed() -> bool:
-    """Tell whether torch.compile or torch.func is at work, which take plain reads best."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Mode(NamedTuple):
@@ -306,7 +302,7 @@ class Scope:
     def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the parameter itself; by an alias that takes the penalty's gradient along, where that saves a pass."""
         wants_grad = torch.is_grad_enabled() and original.requires_grad
-        if not frame.stack or posterior.stochastic or posterior.flat or not wants_grad or _is_transformed():
+        if not frame.stack or posterior.stochastic or posterior.flat or not wants_grad or transformed():
             return original
         theta = frame.thetas.get(posterior)
         if theta is None:

@@ -85,16 +85,18 @@ def scratch_tensor(size: int, dtype: torch.dtype) -> Tensor:
     return kept[name][:size]
 
 
-def blockwise(*tensors: Tensor) -> bool:
-    """Tell whether `blocks` can work on these tensors: plain ones in the CPU's memory, floats all of one type.
-
-    What is compiled, transformed by torch.func or differentiated in forward mode keeps to torch's own operations.
-    """
-    if (
+def transformed() -> bool:
+    """Tell whether a compiler, torch.func or forward-mode differentiation is at work: they want plain operations."""
+    return (
         torch.compiler.is_compiling()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    )
+
+
+def blockwise(*tensors: Tensor) -> bool:
+    """Tell whether `blocks` can work on these tensors: plain ones in the CPU's memory, floats all of one type."""
+    if transformed():
         return False
     floats = {t.dtype for t in tensors} - {torch.bool}
     return len(floats) == 1 and all(

@@ -268,3 +268,15 @@ def test_the_penalty_folds_into_the_gradient_of_a_point(method):
         grads.append([p.grad.clone() for p in model.parameters()])
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
     assert model.parametrizations.weight.original.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own, on the first use
+@pytest.mark.parametrize("method", ["la", "sgld", "vanilla"])
+def test_a_point_has_forward_mode_derivatives(method):
+    torch.manual_seed(0)
+    model = bayesify(torch.nn.Linear(3, 2).double(), method).train()
+    x, tangent = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    with torch.autograd.forward_ad.dual_level():
+        out = model(torch.autograd.forward_ad.make_dual(x, tangent))
+        found = torch.autograd.forward_ad.unpack_dual(out).tangent
+    torch.testing.assert_close(found, tangent @ model.weight.T)

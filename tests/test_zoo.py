@@ -192,7 +192,7 @@ def test_the_table_and_resuming(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["zoo", "--library", "timm"])
     sweep.main()
     assert tried == ["timm-0", "timm-1", "timm-2"]
-    assert "| timm | 3 | 2 | 1 | 0 |" in sweep.TABLE.read_text()
+    assert "| timm | 3 | 3 | 2 | 1 | 0 |" in sweep.TABLE.read_text()
     assert "| timm | timm-1 | it bites |" in sweep.TABLE.read_text()
     sweep.main()
     assert len(tried) == 3, "what has a verdict is not tried again"

@@ -101,7 +101,9 @@ def page(results):
         "# Benchmarks",
         "",
         f"{results['machine']}, {results['date']}. Ratios are of the best of several runs taken in turn, on the "
-        "clock (wall) and of all cores (cpu). `make bench` measures the small models, `make bench-full` all.",
+        "clock (wall) and of all cores (cpu). Rows are replaced when they are measured again, so they may be of "
+        "different runs; the machine is shared, and a small model's ratios vary by a fifth. `make bench` measures the "
+        "small models, `make bench-full` all.",
         "",
     ]
     groups = dict.fromkeys(key.split(" | ")[0] for key in results["rows"])

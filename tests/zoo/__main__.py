@@ -114,13 +114,16 @@ def read_rows() -> dict[tuple[str, str], Row]:
     return {(row["library"], row["name"]): row for row in rows}
 
 
-def write_rows(rows: dict[tuple[str, str], Row]) -> None:
-    """Write the verdicts; a kill leaves the old file."""
+def write_rows(rows: dict[tuple[str, str], Row], counts: dict[str, int] | None = None) -> None:
+    """Write the verdicts, and how many models there are of each library; a kill leaves the old file."""
+    kept = json.loads(RESULTS.read_text()).get("counts", {}) if RESULTS.exists() else {}
     order = sorted(rows.values(), key=lambda row: (LIBRARIES.index(row["library"]), row["name"]))
     versions = {name: version(name) for name in ("torch", *LIBRARIES)}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     temporary = RESULTS.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({"versions": versions, "rows": order}, indent=0) + "\n")
+    temporary.write_text(
+        json.dumps({"versions": versions, "counts": kept | (counts or {}), "rows": order}, indent=0) + "\n"
+    )
     temporary.replace(RESULTS)
 
 
@@ -129,11 +132,15 @@ def table() -> str:
     data = json.loads(RESULTS.read_text())
     rows: list[Row] = data["rows"]
     versions = ", ".join(f"{name} {number}" for name, number in data["versions"].items())
-    lines = [INTRODUCTION.format(versions=versions), "| library | tried | ok | fails | plain model not run |"]
-    lines.append("|---|---|---|---|---|")
+    lines = [INTRODUCTION.format(versions=versions), "| library | models | tried | ok | fails | plain model not run |"]
+    lines.append("|---|---|---|---|---|---|")
     for library in LIBRARIES:
         count = Counter(row["verdict"] for row in rows if row["library"] == library)
-        lines.append(f"| {library} | {count.total()} | " + " | ".join(str(count[v]) for v in VERDICTS) + " |")
+        lines.append(
+            f"| {library} | {data['counts'].get(library, '')} | {count.total()} | "
+            + " | ".join(str(count[v]) for v in VERDICTS)
+            + " |"
+        )
     for title, chosen in (
         ("What does not hold", [r for r in rows if r["verdict"] == "fails"]),
         ("Plain models that do not run here", [r for r in rows if r["verdict"] == "not run"]),
@@ -155,7 +162,7 @@ INTRODUCTION = """# The zoo
 Every classification, segmentation, detection, video and optical-flow builder of torchvision, the smallest model of
 every timm family (a family is a module's models whose names begin with the same word), and every model type of
 Transformers that has a model class with a forward, from a small config; with fresh weights, method "vi". Written by
-`make zoo` with {versions}.
+`make zoo` with {versions}, which goes on where it was stopped: what was not tried yet has no row.
 
 *ok* means that all of this holds on the model:
 
@@ -182,7 +189,8 @@ def main() -> None:
     for library in options.library:
         known = {key for key, row in read_rows().items() if row["verdict"] not in options.again}
         names = names_of(library)
-        write_rows({key: row for key, row in read_rows().items() if key[0] != library or key[1] in names})
+        kept = {key: row for key, row in read_rows().items() if key[0] != library or key[1] in names}
+        write_rows(kept, {library: len(names)})
         wanted = [n for n in names if fnmatch.fnmatch(n, options.match) and (library, n) not in known]
         verdicts = run(library, wanted, timeout=options.timeout, memory=options.memory)
         for row in (bar := tqdm(verdicts, total=len(wanted), desc=library)):
