@@ -76,6 +76,7 @@ def check(case: Case) -> int:
         with torch.no_grad():
             for parameter, theta in thetas:
                 parameter.copy_(theta)
+        model.train()  # forgets what the model itself keeps in eval mode (LeViT's attention biases)
         model.requires_grad_(False)  # as a draw under no_grad; F.linear may round in another way for a trainable weight
         _same("output of a draw, against the plain model with that draw as its weights", _eval(case, model), drawn)
         count = sum(p.numel() for p in model.parameters())
