@@ -152,10 +152,18 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
         posterior.train(candidate.places[0][0].training)
         for module, attribute in candidate.places:
             parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
+            _keep_class_name(module)
         module, attribute = candidate.places[0]
         posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[index,arg-type]
     model._bayesify_scope = scope  # type: ignore[assignment]
     return scope
+
+
+def _keep_class_name(module: nn.Module) -> None:
+    """Let the class that torch derives for a parametrized module go by the name of its own: libraries look it up."""
+    derived = type(module)
+    for attribute in ("__module__", "__qualname__", "__name__"):
+        setattr(derived, attribute, getattr(derived.__bases__[0], attribute))
 
 
 def unbayesify(model: M, to: str = "mean") -> M:

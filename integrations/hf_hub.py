@@ -5,12 +5,9 @@ The mean is written by the model's own `save_pretrained`, so that sharding, ties
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
@@ -59,8 +56,7 @@ def save_pretrained(model: nn.Module, dir: "str | os.PathLike[str]", **options: 
             f"only a part of the model ({type(root).__name__}) was bayesified, which a folder cannot say; "
             "bayesify the whole model with include=..., or use bayesify.save on the part"
         )
-    with plain_class_name(root):
-        root.save_pretrained(dir, state_dict=plain_state(root, scope), **options)  # type: ignore[operator]
+    root.save_pretrained(dir, state_dict=plain_state(root, scope), **options)  # type: ignore[operator]
     save_posterior(root, dir, frozen=not is_adapter(root))
 
 
@@ -141,18 +137,3 @@ def plain_state(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
             elif tensor is not None:
                 out[f"{path}.{name}" if path else name] = tensor.detach()
     return out
-
-
-@contextmanager
-def plain_class_name(model: nn.Module) -> Iterator[None]:
-    """Let a model whose class was changed by its parametrizations have the name of its own class meanwhile."""
-    changed = type(model)
-    if not torch.nn.utils.parametrize.is_parametrized(model):
-        yield
-        return
-    name = changed.__name__
-    changed.__name__ = changed.__bases__[0].__name__
-    try:
-        yield
-    finally:
-        changed.__name__ = name

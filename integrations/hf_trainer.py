@@ -23,7 +23,7 @@ from bayesify.core import scopes_of
 from bayesify.posteriors import Posterior
 
 from .hf_evaluation import Average, Evaluation
-from .hf_hub import is_adapter, plain_class_name, plain_state
+from .hf_hub import is_adapter, plain_state
 from .hf_items import is_causal, random_state_kept
 from .hf_loss import LossMixin
 
@@ -269,8 +269,7 @@ class BayesTrainerMixin(LossMixin):
                 "bayesify the whole model with include=..."
             )
         known = isinstance(root, PreTrainedModel) or is_adapter(root)
-        with plain_class_name(root):
-            super()._save(output_dir, state_dict=plain_state(root, scope) if known else mean_tensors(root, scope))
+        super()._save(output_dir, state_dict=plain_state(root, scope) if known else mean_tensors(root, scope))
         if self.args.should_save:
             save_posterior(root, output_dir or self.args.output_dir, frozen=not is_adapter(root))
 

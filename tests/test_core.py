@@ -223,6 +223,14 @@ def test_own_hooks_and_their_order_survive():
     assert len(model._forward_hooks) == 2
 
 
+def test_modules_go_by_the_name_of_their_class():
+    layer = nn.Linear(3, 2)
+    bayesify(layer)
+    assert type(layer) is not nn.Linear
+    assert isinstance(layer, nn.Linear)
+    assert (type(layer).__name__, str(type(layer))) == ("Linear", str(nn.Linear))
+
+
 def test_wrapping_again_after_unwrapping():
     model = bayesify(unbayesify(bayesify(MLP(), "vi")), "mc_dropout", prior_mean="zero")
     assert not torch.equal(model(X), model(X))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from bayesify.integrations.huggingface import from_pretrained, save_pretrained
-from huggingface_zoo import ARCHITECTURES, Architecture, main_output, no_warning
+from huggingface_zoo import ARCHITECTURES, BY_NAME, Architecture, main_output, no_warning
 
 import bayesify
 from bayesify import bayesify as make_bayesian
@@ -75,3 +75,16 @@ def test_trains_saves_and_loads(architecture: Architecture, method: str, tmp_pat
         with torch.no_grad(), sample(model, seed=3), sample(again, seed=3):
             assert torch.equal(main_output(again(**batch)), main_output(model(**batch)))
     assert type(unbayesify(again)).__name__ == architecture.model
+
+
+def test_hidden_states_are_recorded_in_a_model_with_its_own_parameter():
+    """Transformers finds what to record by the class, which a parameter of the model itself changes."""
+    config = BY_NAME["Wav2Vec2"].build().config
+    config.mask_time_prob = 0.1  # gives the model the parameter
+    model = transformers.Wav2Vec2Model(config).eval()
+    inputs = {"input_values": BY_NAME["Wav2Vec2"].batch()["input_values"], "output_hidden_states": True}
+    with torch.no_grad():
+        before = model(**inputs).hidden_states
+        after = make_bayesian(model, "vi")(**inputs).hidden_states
+    assert len(before) == 3
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

