@@ -115,6 +115,14 @@ def _check_reproducible(case: Case) -> None:
         raise PlainModelError("two passes of the plain model in eval mode, with the same seed, differ")
 
 
+def _check_state(case: Case) -> None:
+    """Raise if the plain model's state dict does not hold all that its output depends on."""
+    models = [case.build().eval() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    if _differ(*(_eval(case, model) for model in models)):
+        raise PlainModelError("a plain model that loads the state dict of another gives another output")
+
+
 def _check_training(case: Case, model: nn.Module, plain: _Plain) -> None:
     """Check sampling and gradients in train mode, with large spread and with none."""
     spread = next(p.rho.flatten()[0].item() for _, p in named_posteriors(model))
@@ -149,6 +157,8 @@ def _check_loading(case: Case, folder: str, mean: list[Tensor], drawn: list[Tens
     """Check that a saved posterior gives the same model again."""
     torch.manual_seed(1)
     other = load(case.build().eval(), folder)
+    if _differ(mean, _eval(case, other)):
+        _check_state(case)
     _same("eval output after save and load", mean, _eval(case, other))
     with sample(other, seed=7):
         _same("a draw after save and load", drawn, _eval(case, other))

@@ -139,7 +139,17 @@ SPECIAL = {
             "use_cache": False,
         },
     ),
-    "reformer": Special("deep", {"axial_pos_shape": (4, 4)}, lambda c: {"input_ids": _ids(2, 16)}),
+    "reformer": Special(  # without its random hashes and dropout, for which it seeds the global generator anew
+        "deep",
+        {
+            "axial_pos_shape": (4, 4),
+            "hash_seed": 0,
+            "hidden_dropout_prob": 0.0,
+            "lsh_attention_probs_dropout_prob": 0.0,
+            "local_attention_probs_dropout_prob": 0.0,
+        },
+        lambda c: {"input_ids": _ids(2, 16)},
+    ),
     "sam3_detr_decoder": SAM_DECODER,
     "sam3_detr_encoder": SAM_ENCODER,
     "sam3_lite_text_detr_decoder": SAM_DECODER,
@@ -166,5 +176,9 @@ SPECIAL = {
         },
     ),
     "rf_detr": Special("whole", {"num_queries": 8}, lambda c: {"pixel_values": _noise(2, 3, 224, 224)}),
+    "xclip_vision_model": Special(
+        "narrow", {}, lambda c: {"pixel_values": _noise(2 * c.num_frames, 3, c.image_size, c.image_size)}
+    ),
+    "xmod": Special("narrow", {"default_language": "en_XX"}, lambda c: {"input_ids": _ids(2, 16)}),
     "unlimited_ocr_vision_encoder": Special("tiny", {}, lambda c: {"patch_embeds": _noise(2, c.hidden_size, 4, 4)}),
 }
