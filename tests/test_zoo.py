@@ -12,13 +12,15 @@ with warnings.catch_warnings():
     # Transformers scripts functions of DeBERTa when it is imported, which torch calls deprecated.
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*")
     from zoo import __main__ as sweep
-    from zoo import worker
+    from zoo import checks, worker
     from zoo.checks import Case, PlainModelError, Violation, check
     from zoo.configs import shrink
     from zoo.huggingface import transformers_names
     from zoo.vision import timm_names, torchvision_names
 
 import transformers
+
+from bayesify import bayesify
 
 SLICE = {
     "torchvision": [
@@ -129,7 +131,7 @@ def test_a_model_that_holds():
     ("build", "error", "message"),
     [
         (Bypass, Violation, "plain model with that draw as its weights is not the same"),
-        (Forgetful, Violation, "eval output after save and load is not the same"),
+        (Forgetful, PlainModelError, "loads the state dict of another gives another output"),
         (Restless, PlainModelError, "two passes of the plain model in eval mode, with the same seed, differ"),
         (Aloof, PlainModelError, "no output has a gradient"),
         (lambda: nn.Linear(4, 2), PlainModelError, "RuntimeError: "),
@@ -138,6 +140,12 @@ def test_a_model_that_holds():
 def test_what_does_not_hold_is_noticed(build, error, message):
     with pytest.raises(error, match=message):
         check(case(build))
+
+
+def test_what_is_not_loaded_is_noticed(monkeypatch):
+    monkeypatch.setattr(checks, "load", lambda model, folder: bayesify(model))
+    with pytest.raises(Violation, match="eval output after save and load is not the same"):
+        check(case(Small))
 
 
 # -- the sweep --------------------------------------------------------------------------------------------------------
