@@ -13,6 +13,7 @@ from .checks import Case, PlainModelError, Violation, check
 
 MARK = "ZOO "
 FULL = 75  # exit code of a process that has no memory left for the next model
+NO_MEMORY = "needs more memory than the sweep had"
 MEMORY_ERRORS = ("allocate memory", "could not create a primitive", "MemoryError", "bad_alloc")
 
 
@@ -56,7 +57,9 @@ def _lacks_memory(reason: str) -> bool:
 
 
 def _short(reason: str) -> str:
-    """Return the first line of a reason, without what a table cannot hold."""
+    """Return the first line of a reason, without what a table cannot hold; the lack of memory has many names."""
+    if _lacks_memory(reason):
+        return NO_MEMORY
     line = (reason.strip().splitlines() or [""])[0].replace("|", "/")
     return line if len(line) <= 240 else line[:237] + "..."
 
@@ -80,7 +83,7 @@ def main(library: str, memory: str, timeout: str, names: list[str]) -> None:
         signal.setitimer(signal.ITIMER_PROF, float(timeout))
         row = verdict(library, name)
         print(MARK + json.dumps(row), flush=True)
-        if _lacks_memory(row["reason"]):
+        if row["reason"] == NO_MEMORY:
             sys.exit(FULL)
 
 
