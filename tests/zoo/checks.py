@@ -157,9 +157,10 @@ def _check_loading(case: Case, folder: str, mean: list[Tensor], drawn: list[Tens
     """Check that a saved posterior gives the same model again."""
     torch.manual_seed(1)
     other = load(case.build().eval(), folder)
-    if _differ(mean, _eval(case, other)):
+    loaded = _eval(case, other)
+    if _differ(mean, loaded):
         _check_state(case)
-    _same("eval output after save and load", mean, _eval(case, other))
+    _same("eval output after save and load", mean, loaded)
     with sample(other, seed=7):
         _same("a draw after save and load", drawn, _eval(case, other))
 

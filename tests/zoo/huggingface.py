@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .checks import Case, PlainModelError, tensors
 from .configs import parts_of, shrink
-from .special import SPECIAL
+from .special import SPECIAL, ids, noise
 
 WANTED = ("bbox", "past_time_features", "past_observed_mask", "future_time_features")  # optional by name only
 WANTED += ("visual_feats", "visual_pos", "last_hidden_state")
@@ -197,60 +197,60 @@ def _values(name: str, model: nn.Module) -> Iterator[Any]:
     if name in FEW:
         yield FEW[name](get)
     elif "input_ids" in name or name in ("input", "inputs", "task_inputs"):
-        yield _ids(2, LENGTH)
+        yield ids(2, LENGTH)
         if "qformer" in name:
             return
         images = get("num_query_tokens") or get("latent_query_num")
         if images and name == "input_ids":
             token = get("image_token_index") or get("video_token_index") or IMAGE
-            yield torch.cat([torch.full((2, images), token), _ids(2, LENGTH)], dim=1)
+            yield torch.cat([torch.full((2, images), token), ids(2, LENGTH)], dim=1)
         books = get("num_codebooks") or get("num_channels", 4)
-        yield from (_ids(2, LENGTH, books), _ids(2, books, LENGTH), _ids(2, books), _ids(2, LENGTH) % 32)
+        yield from (ids(2, LENGTH, books), ids(2, books, LENGTH), ids(2, books), ids(2, LENGTH) % 32)
     elif "pixel_values" in name or name in ("image", "flattened_patches", "prompt_masks"):
         channels = get("num_channels", 0) or get("in_channels", 0) or get("in_chans", 3)
         sizes = list(dict.fromkeys([*get.image_sizes(), (64, 64), (128, 128), (224, 224), (112, 112)]))
-        yield from (_noise(2, channels, *size) for size in sizes)
+        yield from (noise(2, channels, *size) for size in sizes)
         patch = get("patch_size", 14)
         for frames in dict.fromkeys((get("temporal_patch_size", 1), 1)):
-            yield _noise(16, channels * frames * patch * patch)
-            yield _noise(2, 16, channels * frames * patch * patch)
-            yield _noise(16, channels, *(() if frames == 1 else (frames,)), patch, patch)
-        yield _noise(1, 16, channels, patch, patch)
-        yield from (_noise(2, 16, n + 2).abs() for n in widths)  # the numbers of a row and a column come first
-        yield _noise(1, channels, patch, 16 * patch)
-        yield from (_noise(*shape, n) for n in widths for shape in ((16,), (2, 16)))
-        yield from (_noise(2, 1, channels, *size) for size in sizes)
-        yield from (_noise(2, 1, get("max_num_tiles"), channels, *size) for size in sizes if get("max_num_tiles"))
-        yield from (_noise(2, get("num_frames", 8), channels, *size) for size in sizes)
-        yield _noise(2, 2, channels, 64, 64)
+            yield noise(16, channels * frames * patch * patch)
+            yield noise(2, 16, channels * frames * patch * patch)
+            yield noise(16, channels, *(() if frames == 1 else (frames,)), patch, patch)
+        yield noise(1, 16, channels, patch, patch)
+        yield from (noise(2, 16, n + 2).abs() for n in widths)  # the numbers of a row and a column come first
+        yield noise(1, channels, patch, 16 * patch)
+        yield from (noise(*shape, n) for n in widths for shape in ((16,), (2, 16)))
+        yield from (noise(2, 1, channels, *size) for size in sizes)
+        yield from (noise(2, 1, get("max_num_tiles"), channels, *size) for size in sizes if get("max_num_tiles"))
+        yield from (noise(2, get("num_frames", 8), channels, *size) for size in sizes)
+        yield noise(2, 2, channels, 64, 64)
     elif name == "past_values":
-        yield _noise(2, get.history())
-        yield _noise(2, get.history(), get("num_input_channels", 1))
+        yield noise(2, get.history())
+        yield noise(2, get.history(), get("num_input_channels", 1))
     elif name in ("input_features", "audio_mel", "spectrogram", "audio_input_features"):
         for bins in [n for n in dict.fromkeys(map(get, BINS)) if n] or [80]:
             for length in (2 * get("max_source_positions", 1500), 128, 1024) if name[0] == "i" else (LENGTH, 128):
-                yield _noise(2, bins, length)
-                yield _noise(2, length, bins)
-                yield _noise(2, 1, length, bins)
-        yield from (_noise(2, 128, n) for n in widths)
-        yield _noise(get("num_mel_bins", 80), 200)
+                yield noise(2, bins, length)
+                yield noise(2, length, bins)
+                yield noise(2, 1, length, bins)
+        yield from (noise(2, 128, n) for n in widths)
+        yield noise(get("num_mel_bins", 80), 200)
     elif name in ("input_values", "audio_values"):
-        yield _noise(2, 4000)
-        yield _noise(2, 1, 4000)
-        yield _noise(2, 16000)
-        yield _noise(2, 1024, 128)
-        yield _noise(2, 9600)
+        yield noise(2, 4000)
+        yield noise(2, 1, 4000)
+        yield noise(2, 16000)
+        yield noise(2, 1024, 128)
+        yield noise(2, 9600)
     elif name in EMBEDDED:
         for width in ("hidden_size", "d_model", "encoder_hidden_size", "input_dim", "visual_feat_dim"):
-            yield _noise(2, LENGTH, get(width, 32))
-        yield from (_noise(2, LENGTH, n) for n in widths)
-        yield from (_noise(2, n, 3200 if n == 1 else LENGTH) for n in widths)
-        yield _noise(2, 1, 3200)
-        yield _noise(2, 3, 64, 64)
+            yield noise(2, LENGTH, get(width, 32))
+        yield from (noise(2, LENGTH, n) for n in widths)
+        yield from (noise(2, n, 3200 if n == 1 else LENGTH) for n in widths)
+        yield noise(2, 1, 3200)
+        yield noise(2, 3, 64, 64)
         # Patches of an image, flattened, as many as grid_thw says.
         channels, patch = get("in_channels", 0) or get("in_chans", 0) or get("num_channels", 3), get("patch_size", 14)
         for frames in (get("temporal_patch_size", 1), 1):
-            yield _noise(16, channels * frames * patch * patch)
+            yield noise(16, channels * frames * patch * patch)
 
 
 class Lookup:
@@ -285,22 +285,22 @@ FEW: dict[str, Callable[[Lookup], Any]] = {
     "bbox": lambda get: torch.arange(get("dim_bbox", 4)).expand(2, LENGTH, -1).contiguous(),
     "grid_thw": lambda get: torch.tensor([[1, 4, 4]]),
     "image_grid_thw": lambda get: torch.tensor([[1, 4, 4]]),
-    "past_time_features": lambda get: _noise(2, get.history(), get("num_time_features", 0)),
-    "future_values": lambda get: _noise(2, get("prediction_length", 8)),
-    "future_time_features": lambda get: _noise(2, get("prediction_length", 8), get("num_time_features", 0)),
+    "past_time_features": lambda get: noise(2, get.history(), get("num_time_features", 0)),
+    "future_values": lambda get: noise(2, get("prediction_length", 8)),
+    "future_time_features": lambda get: noise(2, get("prediction_length", 8), get("num_time_features", 0)),
     "image_attention_mask": lambda get: torch.ones(2, LENGTH, 1, dtype=torch.long),
     "num_patches": lambda get: LENGTH,
     "is_longer": lambda get: torch.zeros(2, 1, dtype=torch.bool),
     "mm_token_type_ids": lambda get: torch.zeros(2, LENGTH, dtype=torch.long),
-    "visual_pos": lambda get: _noise(2, LENGTH, 4),
+    "visual_pos": lambda get: noise(2, LENGTH, 4),
     "spatial_shapes": lambda get: torch.tensor([[4, 4], [4, 4]]),
     "pixel_attention_mask": lambda get: torch.ones(2, 16, dtype=torch.long),
     "merge_sizes": lambda get: torch.tensor([1]),
     "target_sizes": lambda get: torch.tensor([[4, 4]]),
     "duration_labels": lambda get: torch.ones(2, LENGTH, dtype=torch.long),
-    "pitch_labels": lambda get: _noise(2, LENGTH, 1),
-    "energy_labels": lambda get: _noise(2, LENGTH, 1),
-    "spectrogram_labels": lambda get: _noise(2, LENGTH, get("num_mel_bins", 80)),
+    "pitch_labels": lambda get: noise(2, LENGTH, 1),
+    "energy_labels": lambda get: noise(2, LENGTH, 1),
+    "spectrogram_labels": lambda get: noise(2, LENGTH, get("num_mel_bins", 80)),
     "aspect_ratio_ids": lambda get: torch.ones(2, 1, dtype=torch.long),
     "aspect_ratio_mask": lambda get: torch.ones(2, 1, get("max_num_tiles", 4), dtype=torch.long),
     "pixel_position_ids": lambda get: torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1),
@@ -314,18 +314,10 @@ FITTED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "feature_lens": ("input_features", lambda features: torch.tensor([features.shape[-1]])),
     "aftercnn_lens": ("input_features", lambda features: torch.tensor([(features.shape[-1] + 1) // 2])),
     "pixel_mask": ("pixel_values", lambda pixels: torch.ones(2, *pixels.shape[-2:], dtype=torch.long)),
-    "image_embeds_position_mask": ("input_ids", lambda ids: (ids >= IMAGE).long()),
+    "image_embeds_position_mask": ("input_ids", lambda tokens: (tokens >= IMAGE).long()),
 }
 
 
 def _frames(features: Tensor) -> Tensor:
     """Return a mask that keeps all frames of a spectrogram, the longer of its last two dimensions."""
     return torch.ones(len(features), max(features.shape[-2:]), dtype=torch.bool)
-
-
-def _ids(*shape: int) -> Tensor:
-    return torch.randint(5, 60, shape, generator=torch.Generator().manual_seed(1))
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2))
