@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from bayesify import caches
 from bayesify import noise as noises
+from bayesify.blocks import transformed
 from bayesify.methods.base import Method
 from bayesify.posteriors import Posterior, Sampled, make_noise
 from bayesify.replay import Past, Record, node_count
-from bayesify.threads import transformed
 
 PATIENCE = 100  # training steps without a penalty before the warning
 

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bayesify import noise as noises
-from bayesify import threads
-from bayesify.threads import Array, scratch
+from bayesify.blocks import blocks, blockwise, scratch
 
 ROW = 1024  # elements that are summed in float32
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -354,7 +352,7 @@ def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale
     factor = math.sqrt(scale) * math.sqrt(precision / 2)
     wants_grad = torch.is_grad_enabled() and mean.requires_grad
     center = () if posterior.prior_center.dim() == 0 else (posterior.prior_center,)
-    if not wants_grad and 1e-15 < factor < 1e15 and threads.blockwise(mean, *center):
+    if not wants_grad and 1e-15 < factor < 1e15 and blockwise(mean, *center):
         return mean.new_tensor(_block_square_distance(mean, posterior, center) * factor**2, dtype=torch.float64)
     return sum_of_squares(deviation(mean, posterior), factor)
 
@@ -362,14 +360,15 @@ def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale
 def _block_square_distance(mean: Tensor, posterior: Posterior, center: tuple[Tensor, ...]) -> float:
     """Return |m - theta0|^2, block by block."""
     constant = 0.0 if center else float(posterior.prior_center)
-    squares: list[float] = []
+    squares: list[Tensor] = []
 
-    def kernel(m: Array, *theta0: Array) -> None:
-        away = np.subtract(m, theta0[0] if theta0 else constant, out=scratch(m)) if theta0 or constant else m
-        squares.append(float(np.dot(away, away)))
+    def kernel(m: Tensor, *theta0: Tensor) -> None:
+        out = scratch(m)
+        away = torch.sub(m, theta0[0] if theta0 else constant, out=out) if theta0 or constant else m
+        squares.append(torch.mul(away, away, out=out).sum())
 
-    threads.blocks(kernel, mean.detach(), *center)
-    return math.fsum(squares)  # which does not mind the order in which the threads were done
+    blocks(kernel, mean, *center)
+    return math.fsum(squares)
 
 
 def quadratic_pull(

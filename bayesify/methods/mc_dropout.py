@@ -4,14 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bayesify import noise as noises
+from bayesify.blocks import bits, blocks, blockwise, scratch
 from bayesify.methods.base import Method
 from bayesify.posteriors import Posterior, Prior, host, quadratic_energy, quadratic_pull
-from bayesify.threads import Array, blocks, blockwise, scratch
 
 MEANS = ("kept", "expected")
 
@@ -113,15 +112,14 @@ class DropoutPosterior(Posterior):
             return self.theta(mean, noise)
         theta = torch.empty_like(mean, requires_grad=False)
 
-        def kernel(m: Array, z: Array, out: Array, *theta0: Array) -> None:
-            m, out = bits(m), bits(out)
+        def kernel(m: Tensor, z: Tensor, out: Tensor, *theta0: Tensor) -> None:
+            m, z, out = bits(m), z.view(torch.int8), bits(out)
             if theta0:
-                np.multiply(np.bitwise_xor(m, bits(theta0[0]), out=out), z, out=out)
-                np.bitwise_xor(out, bits(theta0[0]), out=out)
+                torch.bitwise_xor(m, bits(theta0[0]), out=out).mul_(z).bitwise_xor_(bits(theta0[0]))
             else:
-                np.multiply(m, z, out=out)
+                torch.mul(m, z, out=out)
 
-        blocks(kernel, mean.detach(), noise, theta, *center)
+        blocks(kernel, mean, noise, theta, *center)
         return theta
 
     def _block_center(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
@@ -159,16 +157,10 @@ class DropoutPosterior(Posterior):
         """Compute `pullback` block by block."""
         grad_mean = torch.empty_like(mean, requires_grad=False)
 
-        def kernel(m: Array, z: Array, g: Array, out: Array, *theta0: Array) -> None:
+        def kernel(m: Tensor, z: Tensor, g: Tensor, out: Tensor, *theta0: Tensor) -> None:
             kept = scratch(g)
-            np.multiply(bits(g), z, out=bits(kept))
-            np.multiply(np.subtract(m, theta0[0], out=out) if theta0 else m, factor, out=out)
-            np.add(out, kept, out=out)
+            torch.mul(bits(g), z.view(torch.int8), out=bits(kept))
+            torch.add(kept, torch.sub(m, theta0[0], out=out) if theta0 else m, alpha=factor, out=out)
 
-        blocks(kernel, mean.detach(), noise, grad, grad_mean, *center)
+        blocks(kernel, mean, noise, grad, grad_mean, *center)
         return grad_mean
-
-
-def bits(array: Array) -> Array:
-    """View floats as integers: times 0 or 1 is faster than a choice, and exact for every value."""
-    return array.view(f"i{array.itemsize}")

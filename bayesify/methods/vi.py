@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesify.blocks import blocks, blockwise, scratch
 from bayesify.methods.base import Method
 from bayesify.posteriors import (
     Factor,
@@ -22,13 +22,12 @@ from bayesify.posteriors import (
     quadratic_pull,
     state_dtype,
 )
-from bayesify.threads import Array, blocks, blockwise, scratch
 
 CLAMP_MIN = 1e-8
 
 
 class Link(NamedTuple):
-    """A positive link s = g(rho), in torch and, for blocks without gradients, in numpy.
+    """A positive link s = g(rho), and the same for blocks without gradients, in given memory.
 
     Attributes:
         std: g.
@@ -36,7 +35,7 @@ class Link(NamedTuple):
         log_std: log s, of (rho, s).
         inverse: The rho of an s.
         block_std: g, of (rho, out).
-        block_slope: g and g', of (rho, out, another out, scratch).
+        block_slope: g', of (rho, s, out).
         block_log: The sum of log s, of (rho, s, scratch).
     """
 
@@ -44,47 +43,18 @@ class Link(NamedTuple):
     slope: Callable[[Tensor, Tensor], Tensor]
     log_std: Callable[[Tensor, Tensor], Tensor]
     inverse: Callable[[float], float]
-    block_std: Callable[[Array, Array], Array]
-    block_slope: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
-    block_log: Callable[[Array, Array, Array], float]
+    block_std: Callable[[Tensor, Tensor], Tensor]
+    block_slope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    block_log: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _block_softplus(rho: Array, out: Array) -> Array:
-    """Write log(1 + exp(rho)), which is rho itself where exp would overflow."""
-    if rho.max() > 80:
-        np.minimum(rho, 80, out=out)
-        return np.maximum(np.log1p(np.exp(out, out=out), out=out), rho, out=out)
-    return np.log1p(np.exp(rho, out=out), out=out)
-
-
-def _block_softplus_slope(rho: Array, out: Array, slope: Array, scratch: Array) -> tuple[Array, Array]:
-    """Write log(1 + e) and its derivative e/(1 + e), e = exp(rho)."""
-    large = rho.max() > 80
-    e = np.exp(np.minimum(rho, 80, out=slope) if large else rho, out=slope)
-    s = np.log1p(e, out=out)
-    if large:
-        np.maximum(s, rho, out=s)
-    return s, np.divide(e, np.add(e, 1, out=scratch), out=slope)
-
-
-def _block_clamp_slope(rho: Array, out: Array, slope: Array, scratch: Array) -> tuple[Array, Array]:
-    return np.maximum(rho, CLAMP_MIN, out=out), np.greater_equal(rho, CLAMP_MIN, out=slope, casting="unsafe")
-
-
-def _block_exp_slope(rho: Array, out: Array, slope: Array, scratch: Array) -> tuple[Array, Array]:
-    s = np.exp(rho, out=out)
-    return s, s
-
-
-def _block_sum_log(rho: Array, s: Array, scratch: Array) -> float:
+def _block_sum_log(rho: Tensor, s: Tensor, scratch: Tensor) -> Tensor:
     """Return the sum of log s; by the logs of products of four, where float32 holds these."""
-    quarter = s.size // 4
-    if quarter and s.min() > 1e-9 and s.max() < 1e9:
-        a, b, c, d = s[: 4 * quarter].reshape(4, quarter)
-        product = np.multiply(a, b, out=scratch[:quarter])
-        product *= np.multiply(c, d, out=scratch[quarter : 2 * quarter])
-        return float(np.log(product, out=product).sum()) + float(np.log(s[4 * quarter :]).sum())
-    return float(np.log(s, out=scratch).sum())  # s = 0 is a point, with an infinite penalty
+    quarter = s.numel() // 4
+    product = torch.prod(s[: 4 * quarter].view(4, quarter), dim=0)
+    if quarter and product.amin() > 1e-37 and product.amax() < torch.inf:
+        return product.log_().sum() + s[4 * quarter :].log().sum()
+    return torch.log(s, out=scratch).sum()  # s = 0 is a point, with an infinite penalty
 
 
 LINKS = {
@@ -93,8 +63,8 @@ LINKS = {
         slope=lambda rho, s: torch.sigmoid(rho),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: s + math.log(-math.expm1(-s)),
-        block_std=_block_softplus,
-        block_slope=_block_softplus_slope,
+        block_std=lambda rho, out: F.softplus(rho, out=out),  # type: ignore[call-arg]
+        block_slope=lambda rho, s, out: torch.sigmoid(rho, out=out),
         block_log=_block_sum_log,
     ),
     "exp": Link(
@@ -102,17 +72,17 @@ LINKS = {
         slope=lambda rho, s: s,
         log_std=lambda rho, s: rho,
         inverse=math.log,
-        block_std=lambda rho, out: np.exp(rho, out=out),
-        block_slope=_block_exp_slope,
-        block_log=lambda rho, s, scratch: float(rho.sum()),
+        block_std=lambda rho, out: torch.exp(rho, out=out),
+        block_slope=lambda rho, s, out: s,
+        block_log=lambda rho, s, scratch: rho.sum(),
     ),
     "clamp": Link(
         std=lambda rho: rho.clamp(min=CLAMP_MIN),
         slope=lambda rho, s: (rho >= CLAMP_MIN).to(rho.dtype),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: max(s, CLAMP_MIN),
-        block_std=lambda rho, out: np.maximum(rho, CLAMP_MIN, out=out),
-        block_slope=_block_clamp_slope,
+        block_std=lambda rho, out: torch.clamp(rho, min=CLAMP_MIN, out=out),
+        block_slope=lambda rho, s, out: torch.ge(rho, CLAMP_MIN, out=out),
         block_log=_block_sum_log,
     ),
 }
@@ -216,19 +186,18 @@ class VIPosterior(Posterior):
             self._sums = self._sums_of(rho, s) if keep else None
             return torch.addcmul(mean.to(s.dtype), noise, s).to(mean.dtype)
         theta = torch.empty_like(mean, requires_grad=False)
-        logs: list[float] = []
-        squares: list[float] = []
+        logs: list[Tensor] = []
+        squares: list[Tensor] = []
 
-        def kernel(m: Array, r: Array, eps: Array, out: Array) -> None:
+        def kernel(m: Tensor, r: Tensor, eps: Tensor, out: Tensor) -> None:
             s = link.block_std(r, scratch(r))
             if keep:
                 logs.append(link.block_log(r, s, out))
-                squares.append(float(np.dot(s, s)))
-            np.add(np.multiply(s, eps, out=out), m, out=out)
+                squares.append(torch.mul(s, s, out=out).sum())
+            torch.addcmul(m, eps, s, out=out)
 
-        blocks(kernel, mean.detach(), rho, noise, theta)
+        blocks(kernel, mean, rho, noise, theta)
         if keep:
-            # fsum does not mind the order in which the threads were done.
             self._sums = self._sums_without_row(rho, rho.numel(), math.fsum(logs), math.fsum(squares))
         return theta
 
@@ -302,16 +271,14 @@ class VIPosterior(Posterior):
         constant = 0.0 if center else float(self.prior_center)
         grad_mean = torch.empty_like(mean, requires_grad=False)
 
-        def kernel(m: Array, r: Array, eps: Array, g: Array, out: Array, *theta0: Array) -> None:
-            s, slope = link.block_slope(r, scratch(r), scratch(r, 1), out)
-            np.multiply(eps, g, out=eps)
-            np.add(eps, np.multiply(s, factor, out=out), out=eps)
-            np.subtract(eps, np.divide(c, s, out=out), out=eps)
-            np.multiply(eps, slope, out=eps)
-            np.subtract(m, theta0[0] if theta0 else constant, out=out)
-            np.add(np.multiply(out, factor, out=out), g, out=out)
+        def kernel(m: Tensor, r: Tensor, eps: Tensor, g: Tensor, out: Tensor, *theta0: Tensor) -> None:
+            s = link.block_std(r, scratch(r))
+            eps.mul_(g).add_(s, alpha=factor).sub_(torch.reciprocal(s, out=out), alpha=c)
+            eps.mul_(link.block_slope(r, s, out))
+            torch.sub(m, theta0[0] if theta0 else constant, out=out)
+            torch.add(g, out, alpha=factor, out=out)
 
-        blocks(kernel, mean.detach(), self.rho.detach(), noise, grad, grad_mean, *center)
+        blocks(kernel, mean, self.rho, noise, grad, grad_mean, *center)
         if self.fixed_row is not None:
             noise[self.fixed_row] = 0
         return grad_mean, noise
