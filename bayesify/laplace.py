@@ -1,5 +1,6 @@
 """Fit the Laplace approximation: one pass over the data after training, for the curvature of the loss."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ M = TypeVar("M", bound=nn.Module)
 
 CURVATURES = ("ef", "ggn")
 TRIAL_EXAMPLES = 2
+LOOSE = 10  # prior scales
 
 
 def fit_laplace(
@@ -205,3 +207,17 @@ def _store(model: nn.Module, fitted: list[Fitted], tune: Any, likelihood: Likeli
         for mode in scope.modes:
             if mode.draw is not None:
                 mode.draw.values.clear()  # thetas of the posterior that was
+    _warn_of_loose(list(before))
+
+
+def _warn_of_loose(posteriors: list[LaplacePosterior]) -> None:
+    """Warn where a flat prior meets so little curvature that samples lie far outside of any prior."""
+    flat = [p for p in posteriors if p.flat and p.deviation is not None]
+    loose = sum(int((p.std > LOOSE * p.prior_sig).sum()) for p in flat)
+    if loose:
+        warnings.warn(
+            f"{loose} of {sum(p.std.numel() for p in flat)} elements under a flat prior have so little curvature that "
+            f"their standard deviation is over {LOOSE} prior_sig, up to {max(float(p.std.max()) for p in flat):.3g}: "
+            "samples may be useless; pass bias='informative', or damping=, to bayesify",
+            stacklevel=4,
+        )

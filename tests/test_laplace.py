@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import warnings
 
 import pytest
 import timm
@@ -306,6 +307,25 @@ def test_a_flat_prior_has_no_precision_of_its_own():
     with torch.no_grad():
         bias.original.add_(1)
     assert penalty(model, num_data=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("strength", "options"), [(1.0, {}), (1e-6, {"damping": 1.0}), (1e-6, {"bias": "informative"})]
+)
+def test_a_flat_prior_warns_only_where_almost_nothing_is_known(strength: float, options: dict):
+    def weak(output, target):
+        return strength * half_square(output, target)
+
+    def fit(**options):
+        model = bayesify(nn.Linear(4, 2).double(), "la", prior_sig=0.5, **options)
+        return fit_laplace(model, batches(inputs(4), torch.zeros(30, 2, dtype=torch.float64)), weak, curvature="ggn")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(**{"bias": "uninformative"} | options)
+    strength = 1e-6
+    with pytest.warns(UserWarning, match=r"2 of 2 elements under a flat prior.*up to 183"):  # (30e-6)**-0.5
+        fit(bias="uninformative")
 
 
 def test_the_mean_is_the_trained_parameter_and_samples_have_the_spread(trained):
