@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")  # torch's idle threads soon leave the cores to the noise
+
 import numpy as np
 import torch
 import training
