@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bayesify.core import check_module, check_wrappable, not_bayesian, wrap
-from bayesify.draws import Scope
 from bayesify.methods.base import REGISTRY, Method, resolve
 from bayesify.posteriors import Posterior, Prior
+from bayesify.scopes import Scope
 from bayesify.selection import candidates
 
 M = TypeVar("M", bound=nn.Module)

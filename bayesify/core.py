@@ -15,9 +15,10 @@ from torch.nn.utils import parametrize
 
 from bayesify import caches, fused
 from bayesify import noise as noises
-from bayesify.draws import MEAN, Draw, Enter, Leave, Mode, Scope, Site, override
+from bayesify.draws import MEAN, Draw, Mode
 from bayesify.methods.base import Method, resolve
 from bayesify.posteriors import Posterior
+from bayesify.scopes import Enter, Leave, Scope, Site, override
 from bayesify.selection import Candidate, Patterns, candidates, priors, select
 
 M = TypeVar("M", bound=nn.Module)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from bayesify import noise as noises
 from bayesify import threads
 from bayesify.core import check_num_data, named_posteriors, scopes_of
-from bayesify.draws import Scope
 from bayesify.methods import sgld
 from bayesify.posteriors import LOW_PRECISION
+from bayesify.scopes import Scope
 
 CHAIN = "chain"
 

@@ -37,7 +37,7 @@ class Prior:
 
 
 class Reader(Protocol):
-    """Whoever decides which theta a posterior hands out (`bayesify.draws.Scope`)."""
+    """Whoever decides which theta a posterior hands out (`bayesify.scopes.Scope`)."""
 
     def read(self, posterior: "Posterior", original: Tensor) -> Tensor:
         """Return the theta that a read of this posterior sees now."""

@@ -15,8 +15,9 @@ from tqdm.auto import tqdm
 
 from bayesify.batches import call_model, device_of, is_one_batch, logits_of, split_batch, to_device
 from bayesify.core import draw_seeds, scopes_of
-from bayesify.draws import MEAN, Draw, Mode, override
+from bayesify.draws import MEAN, Draw, Mode
 from bayesify.predictive import ClassificationTally, Predictive, RegressionPredictive, RegressionTally
+from bayesify.scopes import override
 
 TALLIES: dict[str, type[ClassificationTally] | type[RegressionTally]] = {
     "classification": ClassificationTally,

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from bayesify import metrics
 from bayesify.core import draw_seeds, scopes_of
-from bayesify.draws import MEAN, Draw, Mode, override
+from bayesify.draws import MEAN, Draw, Mode
 from bayesify.predictive import IGNORED, entropy_of
+from bayesify.scopes import override
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each
 BIN_EDGES = (torch.arange(16, dtype=torch.float64) / 15).float().double()  # of `metrics.ece`, rounded as outputs are

@@ -14,8 +14,8 @@ from transformers.utils.hub import cached_file
 
 from bayesify.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
 from bayesify.core import plain_name
-from bayesify.draws import Scope
 from bayesify.posteriors import Posterior
+from bayesify.scopes import Scope
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 

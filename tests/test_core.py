@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 
 from bayesify import bayesify, mean, named_posteriors, penalty, sample, samples, unbayesify
-from bayesify.draws import PATIENCE
+from bayesify.scopes import PATIENCE
 
 X = tensor(5, 4)
 

@@ -120,7 +120,8 @@ def test_multihead_attention_reads_one_theta():
 def sample_of_next_forward(model: nn.Module):
     """Give the thetas that a forward from the present random state reads."""
     seed = noises.global_seed()
-    from bayesify.draws import Draw, Mode, override
+    from bayesify.draws import Draw, Mode
+    from bayesify.scopes import override
 
     (scope,) = {id(q.reader): q.reader for _, q in named_posteriors(model)}.values()
     with override([scope], Mode(draw=Draw(seed, pinned=True))):

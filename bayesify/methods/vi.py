@@ -275,8 +275,8 @@ class VIPosterior(Posterior):
             s = link.block_std(r, scratch(r))
             eps.mul_(g).add_(s, alpha=factor).sub_(torch.reciprocal(s, out=out), alpha=c)
             eps.mul_(link.block_slope(r, s, out))
-            torch.sub(m, theta0[0] if theta0 else constant, out=out)
-            torch.add(g, out, alpha=factor, out=out)
+            away = torch.sub(m, theta0[0] if theta0 else constant, out=out) if theta0 or constant else m
+            torch.add(g, away, alpha=factor, out=out)
 
         blocks(kernel, mean, self.rho, noise, grad, grad_mean, *center)
         if self.fixed_row is not None:
