@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bayesify.threads import scratch_tensor
 
-BLOCK = 1 << 17  # elements per thread: torch gives a thread the same part of a block in every operation
+BLOCK = 1 << 18  # elements per thread: torch gives a thread the same part of a block in every operation
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
