@@ -1,0 +1,410 @@
+"""One coherent theta: within a forward, in its backward passes, and in blocks."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cases import BY_NAME, tensor
+from thetas import X, all_equal, assert_same_gradients, gradients, mlp
+from torch import Tensor, nn
+
+from bayesify import bayesify, mean, named_posteriors, penalty, sample, samples, unbayesify
+from bayesify import noise as noises
+
+# -- within one forward ------------------------------------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """Keeps what it reads: a tied weight at both ends, one of them twice, with and without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen = [self.first.weight]
+        self.seen += [self.first.weight, self.second.weight, self.first.weight]
+        return self.second(self.first(x))
+
+
+def test_reads_of_one_forward_agree_and_keep_gradients():
+    model = bayesify(Reads())
+    model(tensor(2, 4)).sum().backward()
+    without, *others = model.seen
+    assert all(torch.equal(without, other) for other in others)
+    assert not without.requires_grad
+    assert all(other.requires_grad for other in others)
+    assert not torch.equal(without, model.first.parametrizations.weight.original)
+    first = model.seen
+    model(tensor(2, 4))
+    assert not torch.equal(first[0], model.seen[0])
+
+
+def test_inference_then_gradients_in_one_forward():
+    class Net(Reads):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                before = self.first.weight.clone()
+            assert torch.equal(before, self.first.weight)
+            return super().forward(x)
+
+    bayesify(Net())(tensor(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_rnn_reads_one_theta_per_forward(name: str):
+    case = BY_NAME[name]
+    model = bayesify(case.build().train(), init_sig=0.3)
+    with sample(model, seed=1):
+        pinned = case.output(model)
+        weights = {n: q(q.original).detach() for n, q in named_posteriors(model)}
+    plain = case.build()
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(pinned, case.output(plain))
+    case.output(model).sum().backward()
+    assert all(q.rho.grad is not None for _, q in named_posteriors(model))
+    mean_output = case.output(model.eval())
+    unbayesify(model)
+    assert torch.equal(case.output(model), mean_output)
+
+
+def test_multihead_attention_reads_one_theta():
+    model = bayesify(nn.MultiheadAttention(8, 2, batch_first=True).double(), init_sig=0.3)
+    query, key = tensor(2, 3, 8).double(), tensor(2, 5, 8).double()
+    seed_state = torch.get_rng_state()
+    out = model(query, key, key + 1)[0]
+    torch.set_rng_state(seed_state)
+    frozen = copy.deepcopy(model)
+    with sample_of_next_forward(frozen) as theta:
+        plain = nn.MultiheadAttention(8, 2, batch_first=True).double()
+        plain.load_state_dict(theta)
+    torch.testing.assert_close(out, plain(query, key, key + 1)[0])
+
+
+@contextmanager
+def sample_of_next_forward(model: nn.Module):
+    """Give the thetas that a forward from the present random state reads."""
+    seed = noises.global_seed()
+    from bayesify.draws import Draw, Mode
+    from bayesify.scopes import override
+
+    (scope,) = {id(q.reader): q.reader for _, q in named_posteriors(model)}.values()
+    with override([scope], Mode(draw=Draw(seed, pinned=True))):
+        yield {name: q(q.original).detach() for name, q in named_posteriors(model)}
+
+
+def test_submodules_and_bare_reads_outside_the_root_sample():
+    model = mlp()
+    assert not torch.equal(model.inp(X), model.inp(X))
+    assert not torch.equal(model.inp.weight, model.inp.weight)
+    assert not torch.equal(model.token, model.token)
+    model.eval()
+    assert model.inp.weight is model.inp.parametrizations.weight.original
+    assert model.token is model.parametrizations.token.original
+    assert torch.equal(model.inp(X), model.inp(X))
+
+
+def test_a_part_in_eval_mode_reads_the_mean():
+    model = mlp()
+    model.inp.eval()
+    assert torch.equal(model.inp(X), model.inp(X))
+    assert not torch.equal(model(X), model(X))
+
+
+def test_two_models_and_a_wrapper_around_them():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = bayesify(nn.Linear(4, 4)), bayesify(nn.Linear(4, 4), "mc_dropout")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.right(self.left(x))
+
+    pair, x = Pair(), tensor(2, 4)
+    assert not torch.equal(pair(x), pair(x))
+    with mean(pair):
+        assert torch.equal(pair(x), pair(x))
+    with sample(pair, seed=1):
+        both = pair(x)
+    with sample(pair, seed=1):
+        assert torch.equal(both, pair(x))
+    with mean(pair.left):
+        assert torch.equal(pair.left(x), pair.left(x))
+    assert [name for name, _ in named_posteriors(pair)] == ["left.weight", "left.bias", "right.weight", "right.bias"]
+    (pair(x).sum() + penalty(pair, 10)).backward()
+    unbayesify(pair)
+    assert type(pair.left) is nn.Linear
+    assert type(pair.right) is nn.Linear
+
+
+# -- backward passes ---------------------------------------------------------------------------------------------------
+
+
+def test_two_forwards_before_one_backward_keep_their_thetas():
+    model = mlp()
+    one, two = model(X), model(2 * X)
+    apart = []
+    for output in (one, two):
+        model.zero_grad()
+        output.square().sum().backward(retain_graph=True)
+        apart.append(gradients(model))
+    model.zero_grad()
+    (one.square().sum() + two.square().sum()).backward()
+    assert_same_gradients(gradients(model), {k: apart[0][k] + apart[1][k] for k in apart[0]})
+
+
+def test_a_retained_graph_gives_the_same_gradients_twice():
+    model = mlp()
+    loss = model(X).square().sum() + penalty(model, 10)
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    assert_same_gradients(gradients(model), {name: 2 * g for name, g in once.items()})
+
+
+def test_a_step_between_forward_and_backward_is_refused():
+    model = mlp()
+    loss = model(X).sum()
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(RuntimeError, match=r"modified between the forward pass and its backward pass; call optimizer"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout"])
+def test_double_backward(method: str):
+    torch.manual_seed(0)
+    model = bayesify(nn.Linear(3, 2).double(), method, prior_mean="zero", prior_sig=0.7)
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    x = tensor(4, 3).double()
+
+    def second_order(output: Tensor, wanted: list[Tensor]) -> list[Tensor]:
+        first = torch.autograd.grad(output.pow(3).sum() + penalty(model, 10), wanted, create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), wanted)
+
+    torch.manual_seed(1)
+    found = second_order(model(x), tensors)
+    with pytest.MonkeyPatch.context() as patch:
+        by_autograd_alone(patch)
+        torch.manual_seed(1)
+        wanted = second_order(model(x), tensors)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
+    """Replace the library's own autograd nodes by plain differentiable operations."""
+    from bayesify import draws, prior_term
+    from bayesify.posteriors import make_noise
+
+    class Sampled:
+        @staticmethod
+        def apply(posterior, seed, noise, value, *tensors):
+            return posterior.theta(tensors[0], make_noise([posterior], seed)[posterior]), None
+
+    class Penalty:
+        @staticmethod
+        def apply(value, terms, *tensors):
+            return sum(t.posterior.energy(t.posterior.original, t.scale) for t in terms)
+
+    patch.setattr(draws, "Sampled", Sampled)
+    patch.setattr(prior_term, "Penalty", Penalty)
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_interrupted_forward_leaves_nothing_behind(error: type[BaseException]):
+    model = mlp()
+    armed = [True]
+
+    def interrupt(module: nn.Module, args: tuple) -> None:
+        if armed[0]:
+            raise error
+
+    model.norm.register_forward_pre_hook(interrupt)
+    caught = []
+    for _ in range(2):
+        with pytest.raises(error) as info:
+            model(X)
+        caught.append(info)  # a debugger keeps the traceback
+    armed[0] = False
+    assert not torch.equal(model.inp.weight, model.inp.weight)
+    assert not torch.equal(model(X), model(X))
+    with mean(model):
+        assert torch.equal(model.inp(X), model.inp(X))
+
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def test_mean_effect_and_restoration():
+    model = mlp()
+    with mean(model):
+        inside = model(X)
+        assert torch.equal(inside, model(X))
+        assert model.inp.weight is model.inp.parametrizations.weight.original
+    assert not torch.equal(model(X), model(X))
+    assert torch.equal(model.eval()(X), inside)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_sample_effect_and_restoration(training: bool):
+    model = mlp().train(training)
+    with sample(model, seed=3):
+        one = model(X)
+        assert torch.equal(one, model(X))
+    with sample(model, seed=4):
+        assert not torch.equal(one, model(X))
+    with sample(model, seed=3):
+        assert torch.equal(one, model(X))
+    assert torch.equal(model(X), model(X)) is not training
+
+
+@pytest.mark.parametrize("block", [mean, lambda m: sample(m, seed=1), lambda m: sample(m)])
+def test_blocks_restore_after_an_exception(block):
+    model = mlp()
+    with pytest.raises(KeyError), block(model):
+        raise KeyError
+    assert not torch.equal(model(X), model(X))
+
+
+def test_blocks_nest():
+    model = mlp()
+    with sample(model, seed=1):
+        one = model(X)
+        with mean(model):
+            middle = model(X)
+            with sample(model, seed=2):
+                two = model(X)
+            assert torch.equal(model(X), middle)
+        assert torch.equal(model(X), one)
+    assert len({float(v.detach().sum()) for v in (one, two, middle)}) == 3
+
+
+def test_sample_without_a_seed_follows_the_global_generator():
+    model = mlp()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        with sample(model):
+            found.append(model(X))
+    with sample(model):
+        found.append(model(X))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_samples_are_the_same_draws_whatever_is_run():
+    model = mlp()
+    first = [model(X) for _ in samples(model, 3, seed=5)]
+    second = []
+    for i in samples(model, 3, seed=5):
+        torch.rand(i + 1)
+        model.inp(X[:1])
+        second.append(torch.cat([model(X[:2]), model(X[2:])]))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+    assert len({float(v.detach().sum()) for v in first}) == 3
+    longer = [model(X) for _ in samples(model, 4, seed=5)]
+    assert all_equal(first, longer[:3])
+
+
+def test_samples_restore_at_the_end_on_break_and_on_exception():
+    model = mlp()
+    for _ in samples(model, 2):
+        assert torch.equal(model(X), model(X))
+    assert not torch.equal(model(X), model(X))
+    for _ in samples(model, 2):
+        break
+    assert not torch.equal(model(X), model(X))
+    try:
+        for _ in samples(model, 2):
+            raise KeyError
+    except KeyError:
+        pass
+    assert not torch.equal(model(X), model(X))
+    assert list(samples(model, 0)) == []
+
+
+def test_a_pinned_theta_follows_the_parameters():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sample(model, seed=3):
+        before = model(X)
+        model(X).square().sum().backward()
+        optimizer.step()
+        after = model(X)
+        copied = copy.deepcopy(model)
+    assert not torch.equal(before, after)
+    with sample(copied, seed=3):
+        assert torch.equal(after, copied(X))
+
+
+def test_a_pinned_theta_follows_functional_calls():
+    model = mlp()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    with sample(model, seed=3):
+        found = [
+            torch.func.functional_call(model, {n: (1 + i) * p for n, p in parameters.items()}, (X,)) for i in range(3)
+        ]
+    assert len({float(f.detach().sum()) for f in found}) == 3
+
+
+def test_two_models_in_one_block_have_noise_of_their_own():
+    pair = nn.ModuleList([bayesify(nn.Linear(4, 4), prior_mean="zero", init_sig=0.3) for _ in range(2)])
+    with sample(pair, seed=1):
+        left, right = ((m.weight - m.parametrizations.weight.original).detach() for m in pair)
+    assert (left - right).abs().min() > 1e-6
+    with sample(pair[0], seed=1):  # the first is the same as alone
+        assert torch.equal((pair[0].weight - pair[0].parametrizations.weight.original).detach(), left)
+
+
+def test_each_forward_of_a_pinned_theta_has_its_own_backward():
+    model = mlp()
+    found = []
+    with sample(model, seed=3):
+        for _ in range(2):
+            model.zero_grad()
+            model(X).square().sum().backward()
+            found.append(gradients(model))
+        with torch.no_grad():
+            value = model(X)
+        with torch.inference_mode():
+            assert torch.equal(model(X), value)
+        model.zero_grad()
+        model(X).square().sum().backward()
+        found.append(gradients(model))
+    assert_same_gradients(found[1], found[0])
+    assert_same_gradients(found[2], found[0])
+
+
+def test_inference_mode_first():
+    model = bayesify(nn.Linear(600, 600), init_sig=0.1)
+    x = tensor(1, 600)
+    with sample(model, seed=3):
+        with torch.inference_mode():
+            one = model(x).clone()
+        two = model(x)
+    assert torch.equal(one, two)
+    two.sum().backward()
+
+
+def test_unread_posteriors_are_drawn_once_per_block(monkeypatch: pytest.MonkeyPatch):
+    model = mlp()
+    model.unused = nn.Linear(4, 4).double()
+    unbayesify(model)
+    bayesify(model)
+    drawn = []
+    kind = type(model.unused.parametrizations.weight[0])
+    fill = kind.fill_noise
+    monkeypatch.setattr(kind, "fill_noise", lambda self, *args: (drawn.append(self.name), fill(self, *args)))
+    with sample(model, seed=1):
+        for _ in range(3):
+            model(X)
+    assert sorted(drawn) == sorted(name for name, _ in named_posteriors(model))
