@@ -18,10 +18,13 @@ def blocks(kernel: Callable[..., None], *tensors: Tensor) -> None:
         kernel: Works in place.
         *tensors: Of one size, all `blockwise`.
     """
-    if tensors[0].numel():
-        size = BLOCK * torch.get_num_threads()
-        for pieces in zip(*(torch.split(t.detach().view(-1), size) for t in tensors), strict=True):
-            kernel(*pieces)
+    flat = [t.detach().view(-1) for t in tensors]
+    size = BLOCK * torch.get_num_threads()
+    if 0 < len(flat[0]) <= size:
+        kernel(*flat)
+        return
+    for start in range(0, len(flat[0]), size):
+        kernel(*(t[start : start + size] for t in flat))
 
 
 def blockwise(*tensors: Tensor) -> bool:

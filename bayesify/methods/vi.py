@@ -49,11 +49,12 @@ class Link(NamedTuple):
 
 
 def _block_sum_log(rho: Tensor, s: Tensor, scratch: Tensor) -> Tensor:
-    """Return the sum of log s; by the logs of products of four, where float32 holds these."""
+    """Return the sum of log s; of many by the logs of products of four, where float32 holds these."""
     quarter = s.numel() // 4
-    product = torch.prod(s[: 4 * quarter].view(4, quarter), dim=0)
-    if quarter and product.amin() > 1e-37 and product.amax() < torch.inf:
-        return product.log_().sum() + s[4 * quarter :].log().sum()
+    if quarter > 1000:
+        product = torch.prod(s[: 4 * quarter].view(4, quarter), dim=0)
+        if product.amin() > 1e-37 and product.amax() < torch.inf:
+            return product.log_().sum() + s[4 * quarter :].log().sum()
     return torch.log(s, out=scratch).sum()  # s = 0 is a point, with an infinite penalty
 
 
