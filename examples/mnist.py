@@ -227,6 +227,7 @@ def run(args, deadline=math.inf):
         **evaluate(args, model, data),
         "best_epoch": training.best_of(history)["epoch"],
         "epochs": len(history),
+        "seconds": sum(e["seconds"] for e in history),  # of training, with validation
         "seconds_per_epoch": median(e["seconds"] for e in history),  # a pause of the machine does not count
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

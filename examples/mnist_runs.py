@@ -99,6 +99,9 @@ WIDE_LAPLACE = [
 ]
 
 
+FULL = [Run("vi-full", "VI, no early stopping", HEADLINE[0].flags.replace("--patience 10", "--patience 100"))]
+
+
 def our_run(name, label, prior_sig, p_drop, epochs, patience=10, nst=20):
     hparams = f"prior_sig={prior_sig},p_drop={p_drop},mean=expected,nst={nst}"
     flags = f"--epochs {epochs} --lr 0.1 --schedule cosine --batch_size 128 --momentum 0.9 --val_heldout 0.5"
@@ -111,4 +114,4 @@ TRIALS = [
     our_run("trial-dropped", "MC-dropout, sigma=0.3, p=0.5, 25 epochs", 0.3, 0.5, 25, nst=5),
     our_run("trial-tight", "MC-dropout, sigma=0.15, p=0.3, 30 epochs", 0.15, 0.3, 30),
 ]
-RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES, *TRIALS]
+RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES, *TRIALS, *FULL]

@@ -217,7 +217,7 @@ def test_jobs_are_headline_rows_first_then_more_seeds(reproduce):
     assert [name for name, _ in order[:5]] == headline
     assert [seed for _, seed in order] == sorted(seed for _, seed in order)
     assert all((name, seed) in order for name in headline for seed in range(3))
-    assert {run.name for run, _ in reproduce.jobs("vi*")} == {"vi", "vi-narrow", "vi-uninformative"}
+    assert {run.name for run, _ in reproduce.jobs("vi*")} == {"vi", "vi-narrow", "vi-uninformative", "vi-full"}
 
 
 def test_the_page_says_what_was_not_run(reproduce):
@@ -239,3 +239,14 @@ def test_reproduce_runs_what_is_missing_and_writes_the_page(small, reproduce, da
     errors = [100 * json.loads(f.read_text())["test"]["nst0"]["error"] for f in files]
     mean, standard_error = sum(errors) / 2, abs(errors[0] - errors[1]) / 2
     assert f"| vanilla, wd=0 | 2.52 | {mean:.2f} ± {standard_error:.2f} |" in reproduce.PAGE.read_text()
+
+
+def test_the_page_says_how_long_a_full_run_takes(small, reproduce, data_root, monkeypatch):
+    run = replace(reproduce.FULL[0], flags="--method vi --epochs 2 --batch_size 40")
+    monkeypatch.setattr(reproduce, "FULL", [run])
+    monkeypatch.setattr(reproduce, "RUNS", [run])
+    reproduce.reproduce("*", data_root, deadline=math.inf)
+    assert "- 2 epochs of VI in under 20 minutes: yes (0.0, on" in reproduce.PAGE.read_text()
+    monkeypatch.setattr(reproduce, "LONGEST", 0)
+    reproduce.write_page()
+    assert "- 2 epochs of VI in under 0 minutes: no (0.0, on" in reproduce.PAGE.read_text()
