@@ -5,7 +5,7 @@ import torch
 from cases import tensor
 
 from bayesify import bayesify, blocks, penalty, predict
-from bayesify.methods.vi import LINKS
+from bayesify.methods.vi import CLAMP_MIN, LINKS
 
 METHODS = [
     ("vi", {"link": "softplus"}),
@@ -50,6 +50,25 @@ def test_blocks_change_no_number(method: str, options: dict, prior_mean: str | N
     for a, b, c in zip(whole, cut, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=0)
         torch.testing.assert_close(a, c, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("lowest", [CLAMP_MIN, 0.0, -1.0])
+def test_the_clamped_link_by_blocks(lowest: float):
+    """A block with an element under the floor is clamped, one without is its own s."""
+    link, rho = LINKS["clamp"], torch.tensor([0.5, lowest, 0.1])
+    s = link.block_std(rho, torch.empty_like(rho))
+    slope = link.block_slope(rho, s, torch.empty_like(rho))
+    assert torch.equal(s, link.std(rho))
+    assert torch.equal(torch.ones(3) if slope is None else slope, link.slope(rho, s))
+    assert (slope is None) == (lowest >= CLAMP_MIN)
+
+
+@pytest.mark.parametrize("highest", [-30.0, 0.0, 79.0, 1e4])
+def test_softplus_by_blocks(highest: float):
+    rho = torch.linspace(-40, highest, 1000)
+    exact = torch.nn.functional.softplus(rho.double())
+    found = LINKS["softplus"].block_std(rho, torch.empty_like(rho))
+    torch.testing.assert_close(found.double(), exact, rtol=5e-7, atol=0)
 
 
 @pytest.mark.parametrize("s", [1e-20, 1e-12, 1e-3, 1e12, 1e20])

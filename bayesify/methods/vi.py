@@ -24,6 +24,7 @@ from bayesify.posteriors import (
 )
 
 CLAMP_MIN = 1e-8
+EXP_MAX = 80.0  # exp of more leaves float32
 
 
 class Link(NamedTuple):
@@ -34,8 +35,8 @@ class Link(NamedTuple):
         slope: g', of (rho, s).
         log_std: log s, of (rho, s).
         inverse: The rho of an s.
-        block_std: g, of (rho, out).
-        block_slope: g', of (rho, s, out).
+        block_std: g, of (rho, out); in `out`, or rho itself where it is s already.
+        block_slope: g', of (rho, s, out), or None where it is 1 everywhere.
         block_log: The sum of log s, of (rho, s, scratch).
     """
 
@@ -44,8 +45,20 @@ class Link(NamedTuple):
     log_std: Callable[[Tensor, Tensor], Tensor]
     inverse: Callable[[float], float]
     block_std: Callable[[Tensor, Tensor], Tensor]
-    block_slope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    block_slope: Callable[[Tensor, Tensor, Tensor], Tensor | None]
     block_log: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _block_softplus(rho: Tensor, out: Tensor) -> Tensor:
+    """Return log(1 + exp(rho)): faster than torch's own, which looks at every element's size."""
+    if rho.amax() < EXP_MAX:
+        return torch.log1p(torch.exp(rho, out=out), out=out)
+    return F.softplus(rho, out=out)  # type: ignore[call-arg]
+
+
+def _block_clamp(rho: Tensor, out: Tensor) -> Tensor:
+    """Return max(rho, 1e-8); no pass is needed where all of rho is above."""
+    return rho if rho.amin() >= CLAMP_MIN else torch.clamp(rho, min=CLAMP_MIN, out=out)
 
 
 def _block_sum_log(rho: Tensor, s: Tensor, scratch: Tensor) -> Tensor:
@@ -64,7 +77,7 @@ LINKS = {
         slope=lambda rho, s: torch.sigmoid(rho),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: s + math.log(-math.expm1(-s)),
-        block_std=lambda rho, out: F.softplus(rho, out=out),  # type: ignore[call-arg]
+        block_std=_block_softplus,
         block_slope=lambda rho, s, out: torch.sigmoid(rho, out=out),
         block_log=_block_sum_log,
     ),
@@ -82,8 +95,8 @@ LINKS = {
         slope=lambda rho, s: (rho >= CLAMP_MIN).to(rho.dtype),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: max(s, CLAMP_MIN),
-        block_std=lambda rho, out: torch.clamp(rho, min=CLAMP_MIN, out=out),
-        block_slope=lambda rho, s, out: torch.ge(rho, CLAMP_MIN, out=out),
+        block_std=_block_clamp,
+        block_slope=lambda rho, s, out: None if s is rho else torch.ge(rho, CLAMP_MIN, out=out),
         block_log=_block_sum_log,
     ),
 }
@@ -270,12 +283,14 @@ class VIPosterior(Posterior):
         """Compute `pullback` block by block; the gradient of rho takes the memory of the noise."""
         link, factor = LINKS[self.link], c * self.precision
         constant = 0.0 if center else float(self.prior_center)
-        grad_mean = torch.empty_like(mean, requires_grad=False)
+        grad_mean, one = torch.empty_like(mean, requires_grad=False), mean.new_ones(())
 
         def kernel(m: Tensor, r: Tensor, eps: Tensor, g: Tensor, out: Tensor, *theta0: Tensor) -> None:
             s = link.block_std(r, scratch(r))
-            eps.mul_(g).add_(s, alpha=factor).sub_(torch.reciprocal(s, out=out), alpha=c)
-            eps.mul_(link.block_slope(r, s, out))
+            eps.mul_(g).add_(s, alpha=factor).addcdiv_(one, s, value=-c)
+            slope = link.block_slope(r, s, out)
+            if slope is not None:
+                eps.mul_(slope)
             away = torch.sub(m, theta0[0] if theta0 else constant, out=out) if theta0 or constant else m
             torch.add(g, away, alpha=factor, out=out)
 
