@@ -59,8 +59,8 @@ def train(method, options, data, validation, epochs, seed):
     return model
 
 
-def write_page(folder):
-    """Render the results as a page."""
+def page(folder):
+    """Return the page of the results in a folder."""
     results = json.loads((folder / "ood.json").read_text())
     columns = list(dict.fromkeys(name for row in results.values() for name in row))
     lines = [
@@ -76,7 +76,12 @@ def write_page(folder):
     for method, row in results.items():
         lines.append(f"| {method} | " + " | ".join(f"{row[c]:.4f}" if c in row else "" for c in columns) + " |")
     lines += ["", *(f"![{method}]({folder.name}/ood_{method}.svg)" for method in results), ""]
-    (folder.parent / "out_of_distribution.md").write_text("\n".join(lines))
+    return "\n".join(lines)
+
+
+def write_page(folder):
+    """Write the page beside the folder of its results."""
+    (folder.parent / "out_of_distribution.md").write_text(page(folder))
 
 
 def main():

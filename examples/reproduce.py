@@ -60,7 +60,7 @@ def reproduce(only, data_root, deadline):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(result, indent=1) + "\n")
-        write_page()
+        PAGE.write_text(page())
 
 
 def results_of(run):
@@ -266,9 +266,9 @@ Each with `--seed`, `--data_root` and `--log_dir`:
 {commands}"""
 
 
-def write_page():
-    """Write docs/reproduction.md from the result files."""
-    text = PAGE_TEXT.format(
+def page():
+    """Return docs/reproduction.md, from the result files alone."""
+    return PAGE_TEXT.format(
         done=sum(len(results_of(run)) for run in RUNS),
         planned=sum(run.seeds for run in RUNS),
         verdicts=verdicts(),
@@ -282,7 +282,6 @@ def write_page():
         cost=cost_table(),
         commands="".join(f"- {run.label}: `python examples/mnist.py {run.flags}`\n" for run in RUNS),
     )
-    PAGE.write_text(text)
 
 
 def main():
@@ -294,7 +293,7 @@ def main():
     args = parser.parse_args()
     if not args.page:
         reproduce(args.only, args.data_root, time.time() + 60 * args.minutes)
-    write_page()
+    PAGE.write_text(page())
     print(f"see {PAGE}")
 
 

@@ -221,8 +221,7 @@ def test_jobs_are_headline_rows_first_then_more_seeds(reproduce):
 
 
 def test_the_page_says_what_was_not_run(reproduce):
-    reproduce.write_page()
-    page = reproduce.PAGE.read_text()
+    page = reproduce.page()
     assert "not run" in page and "| vanilla, wd=0 | 2.52 | not run |" in page
 
 
@@ -248,5 +247,4 @@ def test_the_page_says_how_long_a_full_run_takes(small, reproduce, data_root, mo
     reproduce.reproduce("*", data_root, deadline=math.inf)
     assert "- 2 epochs of VI in under 20 minutes: yes (0.0, on" in reproduce.PAGE.read_text()
     monkeypatch.setattr(reproduce, "LONGEST", 0)
-    reproduce.write_page()
-    assert "- 2 epochs of VI in under 0 minutes: no (0.0, on" in reproduce.PAGE.read_text()
+    assert "- 2 epochs of VI in under 0 minutes: no (0.0, on" in reproduce.page()
