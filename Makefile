@@ -44,8 +44,8 @@ bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
 bench-peers: ## Set other libraries beside it, in an environment of their own
 	$(PYTHON) tests/benchmarks/peers.py
 
-reproduce: $(STAMP) ## Reproduce the paper's MNIST tables (hours, resumable)
-	$(BIN)/python examples/reproduce.py
+reproduce: $(STAMP) ## Reproduce the paper's MNIST tables (hours, resumable; MINUTES=60 stops in time)
+	$(BIN)/python examples/reproduce.py $(if $(MINUTES),--minutes $(MINUTES))
 
 zoo: $(STAMP) ## Try every torchvision, timm and Transformers model (an hour, resumable)
 	$(BIN)/python -m tests.zoo

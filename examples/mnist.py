@@ -68,14 +68,26 @@ def load_mnist(root):
     """Return {"train": (images, labels), "test": ...}: normalized pixels in rows, all in memory."""
     folder = root / "MNIST" / "raw"
     if not all(find(folder, name) for names in FILES.values() for name in names):
-        from torchvision.datasets import MNIST
-
-        MNIST(root, download=True)
+        download(root, folder)
     out = {}
     for part, (images, labels) in FILES.items():
         pixels = read_idx(find(folder, images)).flatten(1).float() / 255
         out[part] = (pixels - PIXEL_MEAN) / PIXEL_STD, read_idx(find(folder, labels)).long()
     return out
+
+
+def download(root, folder):
+    """Let torchvision download the images."""
+    from torchvision.datasets import MNIST
+
+    try:
+        MNIST(root, download=True)
+    except (RuntimeError, OSError) as error:
+        wanted = ", ".join(f"{name}.gz" for names in FILES.values() for name in names)
+        raise SystemExit(
+            f"MNIST is not in {folder} and could not be downloaded; put {wanted} there, or give another --data_root\n"
+            f"({error})"
+        ) from error
 
 
 def find(folder, name):
@@ -147,7 +159,7 @@ def train(args, model, optimizer, data, deadline):
     while not training.finished(history, args):
         if time.time() > deadline:
             return None
-        epoch, started = len(history), time.time()
+        epoch, started, busy = len(history), time.time(), time.process_time()
         loss = train_epoch(args, model, optimizer, *data["train"], epoch)
         entry = {"epoch": epoch + 1, "train_loss": loss}
         due = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
@@ -156,7 +168,7 @@ def train(args, model, optimizer, data, deadline):
             entry |= {"val_loss": validation.scores["nll"], "val_error": validation.scores["error"]}
             if training.is_best(entry, history):
                 save(model, args.log_dir / "best")
-        history.append(entry | {"seconds": time.time() - started})
+        history.append(entry | {"seconds": time.time() - started, "cpu_seconds": time.process_time() - busy})
         training.remember(last, args, parts, history)
         print(" ".join(f"{k} {v:.4g}" for k, v in history[-1].items()), flush=True)
     return history
@@ -228,6 +240,7 @@ def run(args, deadline=math.inf):
         "best_epoch": training.best_of(history)["epoch"],
         "epochs": len(history),
         "seconds": sum(e["seconds"] for e in history),  # of training, with validation
+        "cpu_seconds": sum(e["cpu_seconds"] for e in history),  # of all cores together
         "seconds_per_epoch": median(e["seconds"] for e in history),  # a pause of the machine does not count
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -200,7 +200,7 @@ def verdicts():
         holds = "yes" if minutes < LONGEST else "no"
         lines.append(
             f"{result['epochs']} epochs of VI in under {LONGEST} minutes: {holds} "
-            f"({minutes:.1f}, on {result['threads']} threads)."
+            f"({minutes:.1f}, on {result['threads']} threads; {result['cpu_seconds'] / 60:.1f} of processor time)."
         )
     return "".join(f"- {line}\n" for line in lines)
 

@@ -220,6 +220,17 @@ def test_jobs_are_headline_rows_first_then_more_seeds(reproduce):
     assert {run.name for run, _ in reproduce.jobs("vi*")} == {"vi", "vi-narrow", "vi-uninformative", "vi-full"}
 
 
+def test_without_images_it_says_where_they_belong(mnist, tmp_path, monkeypatch):
+    def fail(root, download):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", fail)
+    with pytest.raises(
+        SystemExit, match=r"raw and could not be downloaded; put train-images-idx3-ubyte.gz, (.|\n)*no network"
+    ):
+        mnist.load_mnist(tmp_path)
+
+
 def test_the_page_says_what_was_not_run(reproduce):
     page = reproduce.page()
     assert "not run" in page and "| vanilla, wd=0 | 2.52 | not run |" in page
