@@ -49,9 +49,6 @@ def parse(argv=None):
     parser.add_argument("--size", type=int, help="pixels per side; the model's own if not given")
     parser.add_argument("--no_augment", action="store_true", help="train on the images as they are tested")
     parser.add_argument("--update_bn", type=int, help="at the end, BatchNorm statistics of so many draws (0: mean)")
-    parser.add_argument(
-        "--keep", choices=("best", "last"), default="best", help="which epoch's posterior is the result"
-    )
     parser.add_argument("--last_layer", action="store_true", help="fit Laplace on the head alone")
     parser.add_argument("--tune", action="store_true", help="let Laplace choose its scale on the validation images")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")

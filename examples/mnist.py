@@ -4,7 +4,8 @@
         --lr 1e-2 --batch_size 128 --momentum 0.5 --val_heldout 0.5 --data_root data --log_dir runs/mnist/vi
 
 The log folder gets `log.jsonl` (one line per epoch), `last.pt` (to go on after a stop: run the same command again),
-`best/` (the posterior with the lowest validation loss), pictures, and `result.json`, whose scores are fractions.
+`best/` (the posterior with the lowest validation loss; it is the result, unless `--keep last`), pictures, and
+`result.json`, whose scores are fractions.
 Training and validation images are disjoint, and nothing is chosen by looking at the test images.
 """
 
@@ -231,7 +232,8 @@ def run(args, deadline=math.inf):
     history = train(args, model, optimizer, data, deadline)
     if history is None:
         return None
-    load(model, args.log_dir / "best")
+    if args.keep == "best":
+        load(model, args.log_dir / "best")
     about = fit(args, model, data) if args.method == "la" else {}
     result = {
         "settings": training.settings_of(args),

@@ -34,6 +34,7 @@ COLUMNS = {  # by metric: the heading, the factor and the digits
     "mce": ("top-label MCE %", 100, 2),
 }
 PAPER_METRICS = ("error", "ece_pooled", "mce_pooled", "nll")
+MISPRINT = ("la", "nst5")  # the paper's 1.51
 TOLERANCE = 0.3  # points of error
 LONGEST = 20  # minutes
 LARGEST_ERROR, LARGEST_NLL = 1.9, 6.5  # what a good setting reaches: percent, and times 100
@@ -163,46 +164,63 @@ def validation_table():
 
 def verdicts():
     """Return one line per claim: whether the result files bear it out."""
-    judged, off = [], []
-    for run in RUNS:
-        for nst, reported in run.paper.items():
-            found = values(run, nst, "error")
-            if not found or (run.name, nst) == ("la", "nst5"):
-                continue
-            judged.append(run.name)
-            if mean(found) > reported[0] + TOLERANCE:
-                off.append(f"{run.label} with {nst}: {mean(found):.2f} against {reported[0]:.2f}")
-    cells = sum(len(run.paper) for run in RUNS) - 1
-    lines = [
-        f"Error within {TOLERANCE} points of the paper's or better: {len(judged) - len(off)} of the {len(judged)} "
-        f"cells run so far, of {cells} in all (the paper's 1.51 for five-sample Laplace, which does not go with its "
-        f"NLL, is left out){': not ' if off else ''}{'; '.join(off)}."
+    lines = [close_to_the_paper(), *calibrated_by_samples(), *good_settings(), *fast_enough()]
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def yes(holds):
+    return "yes" if holds else "no"
+
+
+def close_to_the_paper():
+    """Say which errors are far from the paper's."""
+    cells = [(run, nst) for run in RUNS if run not in FULL for nst in run.paper if (run.name, nst) != MISPRINT]
+    errors = [(run.label, nst, run.paper[nst][0], values(run, nst, "error")) for run, nst in cells]
+    done = [(label, nst, reported, mean(found)) for label, nst, reported, found in errors if found]
+    off = [
+        f"{label} with {nst} ({ours:.2f} against {reported:.2f})"
+        for label, nst, reported, ours in done
+        if ours > reported + TOLERANCE
     ]
+    return (
+        f"Error within {TOLERANCE} points of the paper's or better: {len(done) - len(off)} of the {len(done)} cells "
+        f"run so far, of {len(cells)} in all (the paper's 1.51 for five-sample Laplace, which does not go with its NLL, is "
+        f"left out){', all but ' if off else ''}{'; '.join(off)}."
+    )
+
+
+def calibrated_by_samples():
+    """Say where five samples are better calibrated than the mean."""
     for run in [r for r in [*HEADLINE, *NARROW, *BIASES] if r.name.startswith(("vi", "mc_dropout"))]:
         means, sampled = (values(run, nst, "ece_pooled") for nst in ("nst0", "nst5"))
         if means:
-            holds = "yes" if mean(sampled) <= mean(means) else "no"
-            lines.append(
-                f"{run.label}: pooled ECE with five samples at most that of the mean: {holds} "
-                f"({mean(sampled):.3f}% against {mean(means):.3f}%)."
+            yield (
+                f"{run.label}: pooled ECE with five samples at most that of the mean: "
+                f"{yes(mean(sampled) <= mean(means))} ({mean(sampled):.3f}% against {mean(means):.3f}%)."
             )
+
+
+def good_settings():
+    """Say what our settings reach."""
     for run in OURS:
         for nst in OUR_SAMPLES:
             if error := values(run, nst, "error"):
                 nll = values(run, nst, "nll")
-                holds = "yes" if mean(error) <= LARGEST_ERROR and mean(nll) <= LARGEST_NLL else "no"
-                lines.append(
-                    f"{run.label}, {nst}: error at most {LARGEST_ERROR}% and NLL at most {LARGEST_NLL / 100}: {holds} "
+                yield (
+                    f"{run.label}, {nst}: error at most {LARGEST_ERROR}% and NLL at most {LARGEST_NLL / 100}: "
+                    f"{yes(mean(error) <= LARGEST_ERROR and mean(nll) <= LARGEST_NLL)} "
                     f"({mean(error):.2f}%, {mean(nll) / 100:.4f})."
                 )
+
+
+def fast_enough():
+    """Say how long all the epochs take."""
     for result in [r for run in FULL for r in results_of(run)]:
-        minutes = result["seconds"] / 60
-        holds = "yes" if minutes < LONGEST else "no"
-        lines.append(
-            f"{result['epochs']} epochs of VI in under {LONGEST} minutes: {holds} "
-            f"({minutes:.1f}, on {result['threads']} threads; {result['cpu_seconds'] / 60:.1f} of processor time)."
+        minutes, busy = result["seconds"] / 60, result["cpu_seconds"] / 60
+        yield (
+            f"{result['epochs']} epochs of VI in under {LONGEST} minutes: {yes(minutes < LONGEST)} "
+            f"({minutes:.1f}, on {result['threads']} threads; {busy:.1f} of processor time)."
         )
-    return "".join(f"- {line}\n" for line in lines)
 
 
 PAGE_TEXT = """\
@@ -233,6 +251,13 @@ MC-dropout's bias treatment in this table is not reported; ours treats biases as
 ## Table 3: prior scale 0.01 instead of 1
 
 {narrow}
+## Without early stopping
+
+The paper's code draws its two halves independently of each other, so that half of its validation images are also
+trained on. Their loss goes on falling where that of unseen images has begun to rise: such a run stops later, which goes
+with the lower error and the higher NLL that the paper has for the plain network. This is VI after all 100 epochs.
+
+{full}
 ## Laplace with prior scale 1
 
 The paper reports failure for this scale. The scale of the fitted posterior is tuned here (`--tune`), the training is
@@ -241,12 +266,12 @@ not.
 {wide}
 ## Our own settings
 
-The same network and split within the same budget of 100 epochs, with a larger learning rate that falls, more dropout
-and the expected weights as the mean.
+The same network and split within the same budget of 100 epochs, with a larger learning rate that falls; for MC-dropout
+also more dropout and the expected weights as the mean, for VI a spread about as large as the weights.
 
 {ours}
-They are the best of four on the validation images, in the order in which they were tried (the test scores of the
-first were seen before the others ran):
+MC-dropout's are the best of four on the validation images, in the order in which they were tried (the test scores of
+the first were seen before the others ran); VI's are the first that were tried:
 
 {trials}
 ## Temperature
@@ -256,7 +281,7 @@ One temperature per run, fitted on the validation images and applied to the test
 {temperature}
 ## Cost
 
-Measured while the machine did other work, so the times are upper bounds; but "VI, no early stopping" ran alone.
+Measured while the machine did other work, so the times are upper bounds; but "VI, all 100 epochs" ran alone.
 
 {cost}
 ## Commands
@@ -275,6 +300,7 @@ def page():
         errors=error_table(),
         samples=full_table([*HEADLINE, BIASES[0]]),
         narrow=full_table(NARROW),
+        full=full_table(FULL),
         wide=full_table(WIDE_LAPLACE),
         ours=full_table(OURS, OUR_SAMPLES),
         trials=validation_table(),

@@ -32,6 +32,9 @@ def add_options(parser, *, epochs, patience, batch_size, momentum, lr, heldout):
     parser.add_argument("--hparams", type=hparams, default={}, help="name=value,... of bayesify; burnin is in epochs")
     parser.add_argument("--epochs", type=int, default=epochs, help="at most this many")
     parser.add_argument("--patience", type=int, default=patience, help="stop after so many epochs without a better one")
+    parser.add_argument(
+        "--keep", choices=("best", "last"), default="best", help="which epoch's posterior is the result"
+    )
     parser.add_argument("--lr", type=float, default=lr, help="learning rate")
     parser.add_argument("--lr_sig", type=float, help="learning rate of VI's spread; --lr if not given")
     parser.add_argument("--momentum", type=float, default=momentum)

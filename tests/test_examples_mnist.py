@@ -220,6 +220,17 @@ def test_jobs_are_headline_rows_first_then_more_seeds(reproduce):
     assert {run.name for run, _ in reproduce.jobs("vi*")} == {"vi", "vi-narrow", "vi-uninformative", "vi-full"}
 
 
+@pytest.mark.parametrize("keep", ["best", "last"])
+def test_the_result_is_of_the_epoch_to_keep(small, data_root, tmp_path, monkeypatch, keep):
+    loaded = []
+    monkeypatch.setattr(small, "load", lambda model, folder: loaded.append(folder.name))
+    flags = (
+        f"--method vanilla --epochs 2 --batch_size 40 --keep {keep} --data_root {data_root} --log_dir {tmp_path / keep}"
+    )
+    assert small.run(small.parse(shlex.split(flags)))["epochs"] == 2
+    assert loaded == (["best"] if keep == "best" else [])
+
+
 def test_without_images_it_says_where_they_belong(mnist, tmp_path, monkeypatch):
     def fail(root, download):
         raise RuntimeError("no network")
