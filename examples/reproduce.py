@@ -184,8 +184,8 @@ def close_to_the_paper():
     ]
     return (
         f"Error within {TOLERANCE} points of the paper's or better: {len(done) - len(off)} of the {len(done)} cells "
-        f"run so far, of {len(cells)} in all (the paper's 1.51 for five-sample Laplace, which does not go with its NLL, is "
-        f"left out){', all but ' if off else ''}{'; '.join(off)}."
+        f"run so far, of {len(cells)} in all (the paper's 1.51 for five-sample Laplace, which does not fit its NLL, "
+        f"is left out){', all but ' if off else ''}{'; '.join(off)}."
     )
 
 
