@@ -335,6 +335,20 @@ def test_init_sig_follows_the_prior():
     assert float(model.parametrizations.bias[0].std[0]) == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("rho", [-1.0, 0.0, 1e-8])
+def test_the_clamped_link_passes_the_gradient_of_s_below_its_floor(rho: float):
+    """Also where the hand-written gradients are not used: twice differentiated, or by torch.func."""
+    model = bayesify(nn.Linear(3, 2).double(), link="clamp", prior_sig=0.1, prior_mean="zero")
+    q = model.parametrizations.weight[0]
+    with torch.no_grad():
+        q.rho.fill_(rho)
+    assert float(q.std.max()) == 1e-8
+    exact = torch.full_like(q.rho, (1e-8 / 0.1**2 - 1e8) / 10)
+    for graph in (False, True):
+        (found,) = torch.autograd.grad(penalty(model, 10), [q.rho], create_graph=graph)
+        torch.testing.assert_close(found.detach(), exact)
+
+
 def test_the_clamped_link_can_move_from_its_floor():
     model = bayesify(nn.Linear(3, 2).double(), link="clamp", prior_sig=1e-9, prior_mean="zero")
     q = model.parametrizations.weight[0]

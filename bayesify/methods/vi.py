@@ -56,6 +56,11 @@ def _block_softplus(rho: Tensor, out: Tensor) -> Tensor:
     return F.softplus(rho, out=out)  # type: ignore[call-arg]
 
 
+def _clamp(rho: Tensor) -> Tensor:
+    """Return max(rho, 1e-8) with slope 1 on either side: a spread that fell to the floor must be able to rise again."""
+    return torch.where(rho < CLAMP_MIN, CLAMP_MIN + (rho - rho.detach()), rho)
+
+
 def _block_clamp(rho: Tensor, out: Tensor) -> Tensor:
     """Return max(rho, 1e-8); no pass is needed where all of rho is above."""
     return rho if rho.amin() >= CLAMP_MIN else torch.clamp(rho, min=CLAMP_MIN, out=out)
@@ -91,12 +96,12 @@ LINKS = {
         block_log=lambda rho, s, scratch: rho.sum(),
     ),
     "clamp": Link(
-        std=lambda rho: rho.clamp(min=CLAMP_MIN),
-        slope=lambda rho, s: (rho >= CLAMP_MIN).to(rho.dtype),
+        std=_clamp,
+        slope=lambda rho, s: torch.ones_like(rho),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: max(s, CLAMP_MIN),
         block_std=_block_clamp,
-        block_slope=lambda rho, s, out: None if s is rho else torch.ge(rho, CLAMP_MIN, out=out),
+        block_slope=lambda rho, s, out: None,
         block_log=_block_sum_log,
     ),
 }
@@ -107,7 +112,8 @@ class VI(Method):
     """Options of "vi".
 
     Attributes:
-        link: How the free parameter rho becomes s > 0: "softplus", "exp", or "clamp" (max(rho, 1e-8)).
+        link: How the free parameter rho becomes s > 0: "softplus", "exp", or "clamp" (max(rho, 1e-8), whose
+            gradient passes through).
         init_sig: Where s starts; None is min(1e-3, prior_sig/10).
         kld: Factor of the KL term.
         bias: "informative" treats biases as the weights; "uninformative" drops their KL term.
