@@ -149,6 +149,7 @@ class File(NamedTuple):
 
 def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
     """Return the one bayesified model inside a module, and its scope."""
+    check_module(model)
     roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
     if not roots:
         raise not_bayesian(model)
@@ -207,7 +208,7 @@ def _write(folder: Path, name: str, tensors: dict[str, Tensor], about: dict[str,
     """Write a file under a temporary name, down to the disk."""
     temporary = folder / f".{name}.{os.getpid()}"
     try:
-        save_file({n: _own_copy(t) for n, t in tensors.items()}, temporary, metadata=about)
+        save_file(_own_copies(tensors), temporary, metadata=about)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
     except BaseException:
@@ -216,10 +217,16 @@ def _write(folder: Path, name: str, tensors: dict[str, Tensor], about: dict[str,
     return temporary
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous CPU tensor that shares its memory with no other."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _own_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors, none of which shares its memory with another."""
+    out: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        shares = tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in taken
+        out[name] = tensor.clone() if shares else tensor
+        taken.add(out[name].data_ptr())
+    return out
 
 
 def read(path: Path) -> File:
@@ -267,6 +274,8 @@ def _checked_rest(path: Path, file: File, root: nn.Module, params: dict[str, Ten
     if file.partial:
         rest = {name: t for name, t in rest.items() if name in saved_rest}
     _check_names(path, "other tensors", saved_rest, set(rest))
+    for name, param in params.items():
+        _check_posterior(path, file, name, param)
     for kind, group in ((MEAN, params), (REST, rest)):
         for name, tensor in group.items():
             if (saved := file.tensors[kind, name]).shape != tensor.shape:
@@ -275,6 +284,23 @@ def _checked_rest(path: Path, file: File, root: nn.Module, params: dict[str, Ten
                     "build the model as it was when it was saved"
                 )
     return rest
+
+
+def _check_posterior(path: Path, file: File, name: str, param: Tensor) -> None:
+    """Raise if a file does not hold all that makes one posterior, in the shapes that it must have."""
+    damaged = CheckpointError(f"{path} is damaged ({name!r} is not whole); save the model again, or use another copy")
+    if (MEAN, name) not in file.tensors or (CENTER, name) not in file.tensors:
+        raise damaged
+    shape = file.tensors[MEAN, name].shape
+    if shape != param.shape:
+        return  # another architecture, which is told of elsewhere
+    try:
+        needed = file.posterior(name, param).state()
+    except KeyError as error:
+        raise damaged from error
+    saved = file.state(name)
+    if needed.keys() - saved.keys() or any(t.dim() and t.shape != shape for t in saved.values()):
+        raise damaged
 
 
 def _check_names(path: Path, what: str, saved: set[str], present: set[str]) -> None:

@@ -6,7 +6,7 @@ A failed call changes nothing: everything is checked and built before the first 
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -188,6 +188,7 @@ def unbayesify(model: M, to: str = "mean") -> M:
     """
     if to not in ("mean", "sample"):
         raise ValueError(f"to must be 'mean' or 'sample', got {to!r}")
+    check_module(model)
     roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
     if not roots:
         scopes_of(model)  # raises where there is nothing to remove
@@ -278,6 +279,7 @@ def named_posteriors(model: nn.Module) -> Iterator[tuple[str, Posterior]]:
         >>> [name for name, _ in named_posteriors(bayesify(torch.nn.Linear(3, 2)))]
         ['weight', 'bias']
     """
+    check_module(model)
     names: dict[Posterior, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, Posterior):
@@ -351,7 +353,7 @@ def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
         >>> len({model(x).sum().item() for _ in samples(model, 5, seed=0)})
         5
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+    if not is_whole(n) or n < 0:
         raise ValueError(f"n must be an integer >= 0, got {n!r}")
     return _samples(scopes_of(model), draw_seeds(n, seed))
 
@@ -364,7 +366,12 @@ def _samples(scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
 
 def draw_seeds(n: int, seed: int | None) -> list[int]:
     """Return the seeds of n draws; consecutive, so that their noise never repeats."""
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and not is_whole(seed):
         raise TypeError(f"seed must be an integer or None, got {seed!r}")
-    base = noises.mix(noises.global_seed() if seed is None else seed)
+    base = noises.mix(noises.global_seed() if seed is None else int(seed))
     return [(base + i) % 2**64 for i in range(n)]
+
+
+def is_whole(value: Any) -> bool:
+    """Tell whether this is an integer, Python's or numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

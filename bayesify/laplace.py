@@ -150,6 +150,8 @@ def _add_batch(
     with torch.enable_grad():
         losses, output = run(inputs, target)
     count = len(losses)
+    if not count:
+        return 0
     if ggn and len(output) != count:
         raise ValueError(f"curvature='ggn' needs an output per example, got {len(output)} for {count}; use 'ef'")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -122,6 +123,8 @@ def cross_entropy(logits: Tensor, target: Any) -> Tensor:
             f"the default loss takes logits of shape (examples, classes), got {tuple(logits.shape)}; "
             "give loss=, a function of (output, target) with one value per example"
         )
+    if isinstance(target, np.ndarray):
+        target = torch.as_tensor(target, device=logits.device)
     if not isinstance(target, Tensor):
         raise ValueError("the loader gives no labels; yield (inputs, labels), or a dict with 'labels'")
     if target.is_floating_point():
@@ -132,7 +135,8 @@ def cross_entropy(logits: Tensor, target: Any) -> Tensor:
         return F.cross_entropy(logits, target, reduction="none")
     if target.shape != logits.shape[:1]:
         raise ValueError(f"labels must be of shape {tuple(logits.shape[:1])}, got {tuple(target.shape)}")
-    low, high, classes = int(target.min()), int(target.max()), logits.shape[1]
+    classes = logits.shape[1]
+    low, high = (int(target.min()), int(target.max())) if len(target) else (0, 0)
     if low < 0 or high >= classes:
         raise ValueError(f"labels must be in 0..{classes - 1} for {classes} logits, got {low}..{high}")
     return F.cross_entropy(logits, target.long(), reduction="none")

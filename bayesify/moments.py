@@ -73,7 +73,7 @@ class MomentsPosterior(Posterior):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Make room for the moments that a state dict holds, since torch copies into existing buffers only."""
         held = {name: state_dict[prefix + name] for name in self.moments if prefix + name in state_dict}
-        if len(held) < len(self.moments):
+        if len(held) < len(self.moments) and any(key.startswith(prefix) for key in state_dict):
             self._forget_moments()
         for name, tensor in held.items():
             if self._buffers[name] is None:

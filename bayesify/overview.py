@@ -101,6 +101,7 @@ def summary(model: nn.Module) -> Summary:
     for name, param in model.named_parameters():
         if id(param) not in seen:
             why = "not selected" if param.requires_grad else "frozen"
+            why = why if param.is_floating_point() else f"{param.dtype}".removeprefix("torch.")
             rows.append(Row(name, tuple(param.shape), "", "-", why, param.numel()))
     return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra)
 

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from tqdm.auto import tqdm
 
 from bayesify.batches import call_model, device_of, is_one_batch, logits_of, split_batch, to_device
-from bayesify.core import draw_seeds, scopes_of
+from bayesify.core import draw_seeds, is_whole, scopes_of
 from bayesify.draws import MEAN, Draw, Mode
 from bayesify.predictive import ClassificationTally, Predictive, RegressionPredictive, RegressionTally
 from bayesify.scopes import override
@@ -62,10 +62,13 @@ def predict(
     Args:
         model: A bayesified model, or a module that contains one.
         data: One batch (a tensor, a dict, an HF BatchEncoding) or an iterable of batches, in which a tuple or list is
-            (inputs,) or (inputs, labels), and a dict may hold "labels".
+            (inputs,) or (inputs, labels), and a dict may hold "labels". Outputs are compared with labels place by
+            place: shift those of a causal language model, whose outputs are about the next token.
         samples: How many posterior samples; 0 is the posterior mean, None the method's `nst`.
-        seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator.
-        task: "classification" or "regression".
+        seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
+            where there is anything to sample.
+        task: "classification" or "regression". The classes are the last dimension of outputs (N, K) and (N, T, K), as
+            token classifiers give them, and the second of outputs with more dimensions, as segmentation gives them.
         progress: Whether to show a progress bar.
         keep_samples: Whether to keep the outputs of every sample; False needs less memory.
 
@@ -87,7 +90,7 @@ def predict(
     scopes = scopes_of(model)
     if samples is None:
         samples = max(scope.method.nst for scope in scopes)
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+    if not is_whole(samples) or samples < 0:
         raise ValueError(f"samples must be an integer >= 0, or None, got {samples!r}")
     modes = [Mode(draw=Draw(s, pinned=True)) for s in draw_seeds(samples, seed)] if samples else [Mode(*MEAN)]
     batches = _batches(data)

@@ -1,6 +1,7 @@
 """A predictive distribution: what the model says, how sure it is, and where the doubt comes from."""
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -65,8 +66,7 @@ class Predictive:
 
     def __getitem__(self, index: Any) -> "Predictive":
         """Take some of the examples."""
-        if isinstance(index, int):
-            index = one_of(index, len(self))
+        index = one_of(index, len(self))
         return replace(
             self,
             log_probs=self.log_probs[index],
@@ -93,7 +93,7 @@ class Predictive:
             return {}
         return {
             "error": metrics.error(flat.probs, flat.labels),
-            "nll": float(F.nll_loss(flat.log_probs, flat.labels)),
+            "nll": float(F.nll_loss(flat.log_probs, flat.labels.long())),
             "ece": metrics.ece(flat.probs, flat.labels),
         }
 
@@ -110,11 +110,17 @@ class Predictive:
 
     def __repr__(self) -> str:
         what = f"{self.num_samples} samples" if self.num_samples else "posterior mean"
-        try:
-            scores = "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
-        except (ValueError, IndexError, RuntimeError):  # labels of another kind, or of another set of classes
-            scores = ", labels that do not fit the classes"
+        if not bool(self.log_probs.sum(-1).isnan().any()):
+            scores = self._scores_in_words()
+        else:
+            scores = ", outputs that are not finite"
         return f"Predictive({len(self)} examples, {self.log_probs.shape[-1]} classes, {what}{scores})"
+
+    def _scores_in_words(self) -> str:
+        try:
+            return "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
+        except (ValueError, IndexError, RuntimeError):  # labels of another kind, or of another set of classes
+            return ", labels that do not fit the classes"
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +152,7 @@ class RegressionPredictive:
 
     def __getitem__(self, index: Any) -> "RegressionPredictive":
         """Take some of the examples."""
-        if isinstance(index, int):
-            index = one_of(index, len(self))
+        index = one_of(index, len(self))
         return replace(
             self,
             mean=self.mean[index],
@@ -169,12 +174,18 @@ class RegressionPredictive:
         return f"RegressionPredictive({len(self)} examples, {what}, mean std {float(self.std.mean()):.4g}{rmse})"
 
 
-def one_of(index: int, count: int) -> slice:
-    """Return one example's index as a slice, which keeps the dimension.
+def one_of(index: Any, count: int) -> Any:
+    """Return one example's index as a slice, which keeps the dimension, and any other index as it is.
 
     Raises:
         IndexError: There is no such example.
     """
+    if isinstance(index, (slice, bool, np.bool_)) or getattr(index, "dtype", None) == torch.bool:
+        return index
+    try:
+        index = operator.index(index)
+    except TypeError:
+        return index
     if not -count <= index < count:
         raise IndexError(f"there are {count} examples, got index {index}")
     return slice(index, index + 1 or None)
@@ -183,7 +194,7 @@ def one_of(index: int, count: int) -> slice:
 def entropy_of(log_probs: Tensor) -> Tensor:
     """Return -sum_k p_k log p_k, with 0 log 0 = 0."""
     probs = log_probs.exp()
-    return -torch.where(probs > 0, probs * log_probs, 0.0).sum(-1)
+    return -torch.where(probs == 0, 0.0, probs * log_probs).sum(-1)
 
 
 class ClassificationTally:
@@ -214,7 +225,7 @@ class ClassificationTally:
                 f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
                 "give a binary model two outputs, or use task='regression'"
             )
-        return output.movedim(1, -1) if output.dim() == 4 else output
+        return output.movedim(1, -1) if output.dim() >= 4 else output
 
     def finish(self, num_samples: int, labels: list[Any]) -> Predictive:
         """Return the predictive distribution over all batches."""
@@ -223,7 +234,7 @@ class ClassificationTally:
             log_probs=(join([self.log_sums[b] for b in order]) - math.log(count)).clamp_max_(0),
             expected_entropy=join([self.entropies[b] for b in order]) / count,
             logits=stack_samples(self.logits, count, order) if self.keep else None,
-            labels=join_labels(labels),
+            labels=join_labels(labels, sum(len(self.log_sums[b]) for b in order)),
             num_samples=num_samples,
         )
 
@@ -255,7 +266,7 @@ class RegressionTally:
             mean=join([self.moments[b][1] for b in order]),
             std=variance.sqrt(),
             outputs=stack_samples(self.outputs, count, order) if self.keep else None,
-            labels=join_labels(labels),
+            labels=join_labels(labels, len(variance)),
             num_samples=num_samples,
         )
 
@@ -270,7 +281,7 @@ def stack_samples(pieces: dict[tuple[int, int], Tensor], count: int, order: list
     return torch.stack([join([pieces[s, b] for b in order]) for s in range(count)])
 
 
-def join(pieces: list[Tensor]) -> Tensor:
+def join(pieces: list[Tensor], what: str = "outputs") -> Tensor:
     """Concatenate the batches.
 
     Raises:
@@ -279,14 +290,21 @@ def join(pieces: list[Tensor]) -> Tensor:
     shapes = {tuple(p.shape[1:]) for p in pieces}
     if len(shapes) > 1:
         raise ValueError(
-            f"batches give outputs of different shapes {sorted(shapes)}; pad the inputs to one length, "
+            f"batches give {what} of different shapes {sorted(shapes)}; pad the inputs to one length, "
             "or predict the batches one by one"
         )
     return torch.cat(pieces)
 
 
-def join_labels(labels: list[Any]) -> Tensor | None:
-    """Concatenate the labels, if every batch had some."""
+def join_labels(labels: list[Any], count: int) -> Tensor | None:
+    """Concatenate the labels, if every batch had some.
+
+    Raises:
+        ValueError: They are not as many as the examples.
+    """
     if not labels or any(value is None for value in labels):
         return None
-    return join([torch.as_tensor(value).detach().cpu() for value in labels])
+    joined = join([torch.as_tensor(value).detach().cpu() for value in labels], "labels")
+    if len(joined) != count:
+        raise ValueError(f"there are {len(joined)} labels for {count} examples; pass (inputs, labels) of one length")
+    return joined

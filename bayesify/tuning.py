@@ -6,7 +6,7 @@ common factor.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,7 @@ def by_validation(
         spread: Gives the posteriors the standard deviations for a factor.
     """
     base = typical_sig(fitted)
+    data = list(data) if isinstance(data, Iterator) else data  # every scale reads it again
     tried: dict[float, float] = {}
 
     def loss(power: float) -> float:

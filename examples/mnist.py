@@ -53,7 +53,7 @@ TUNE_BATCHES = 3
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--method", default="vi", help="vanilla, vi, mc_dropout, sgld or la")
+    parser.add_argument("--method", default="vi", choices=("vanilla", "vi", "mc_dropout", "sgld", "la"))
     training.add_options(parser, epochs=100, patience=10, lr=1e-2, batch_size=128, momentum=0.5, heldout=0.5)
     parser.add_argument("--eval_every", type=int, default=1, help="epochs from one validation to the next")
     parser.add_argument(

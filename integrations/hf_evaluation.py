@@ -19,7 +19,7 @@ from bayesify.scopes import override
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each
 BIN_EDGES = (torch.arange(16, dtype=torch.float64) / 15).float().double()  # of `metrics.ece`, rounded as outputs are
-NLL, WRONG, CONFIDENCE, INFORMATION = range(4)
+COUNTED, NLL, WRONG, CONFIDENCE, INFORMATION = range(5)  # the columns of a row of scores
 
 
 class Average:
@@ -157,7 +157,7 @@ class Evaluation:
         return "classes" if whole or self.problem == "single_label_classification" else "values"
 
     def score(self, average: Average, labels: Any) -> Tensor | None:
-        """Return NLL, error, confidence and mutual information of each item, (B, T, 4), NaN where ignored."""
+        """Return of each item whether it counts, NLL, error, confidence and mutual information, (B, T, 5)."""
         if average.kind != "classes" or not isinstance(labels, Tensor):
             return None
         log_probs = next(_flat(average.result()))
@@ -166,18 +166,17 @@ class Evaluation:
         information = average.mutual_information(log_probs)
         if self.shifts and labels.dim() == 2:
             log_probs, information, labels = log_probs[:, :-1], information[:, :-1], labels[:, 1:]
-        counted = labels != IGNORED
         nll = -log_probs.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         top, prediction = log_probs.max(-1)
-        row = torch.stack([nll, (prediction != labels).to(nll), top.exp(), information], -1)
-        row = torch.where(counted.unsqueeze(-1), row, torch.nan)
+        counted, wrong = (labels != IGNORED).to(nll), (prediction != labels).to(nll)
+        row = torch.stack([counted, nll, wrong, top.exp(), information], -1)
         return row.reshape(len(row), -1, row.shape[-1])
 
     def add(self, row: Tensor | None) -> None:
         """Add the items of a batch, as `score` gave them."""
         if row is not None:
             flat = row.flatten(0, 1).detach().cpu()
-            self.rows.append(flat[~flat[:, NLL].isnan()])
+            self.rows.append(flat[flat[:, COUNTED] == 1])
 
     def values(self, average: Average, labels: Any) -> Tensor | None:
         """Return the squared errors and variances of a batch of regression outputs, (N, 2), if it is one."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from bayesify.core import scopes_of
+from bayesify.core import is_whole, scopes_of
 from bayesify.predictive import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples
@@ -96,7 +96,7 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
     scopes_of(model)
     if not hasattr(model, "generate"):
         raise ValueError(f"{type(model).__name__} cannot generate; use a model with a language head")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+    if not is_whole(samples) or samples < 0:
         raise ValueError(f"samples must be an integer >= 0, got {samples!r}")
     if "inputs_embeds" in inputs:
         raise ValueError("generate takes input_ids, got inputs_embeds: without tokens there are none to be sure of")
@@ -111,7 +111,7 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
         scores = [task.score(model, thetas, s, t) for s, t in zip(made, tokens, strict=True)]
     joined = _join(tokens, PADDING)
     return Generations(
-        sequences=_join(made, _pad_id(plain)),
+        sequences=_join(made, _pad_id(plain, inputs)),
         tokens=joined,
         entropy=_join([total for total, _ in scores], torch.nan),
         mutual_information=_join([epistemic for _, epistemic in scores], torch.nan),
@@ -137,8 +137,7 @@ class Scoring:
         first = next(iter(self.inputs.values()), prompt)
         self.repeats = 1 if first is None else max(len(sequences) // len(first), 1)
         self.takes_positions = "position_ids" in known and self.decodes_only
-        settings = inputs.get("generation_config") or model.generation_config
-        end = inputs.get("eos_token_id", settings.eos_token_id)
+        end = _setting(model, inputs, "eos_token_id")
         self.ends = [] if end is None else torch.as_tensor(end).flatten().tolist()
 
     def tokens(self, sequences: Tensor) -> Tensor:
@@ -193,9 +192,15 @@ def _join(rows: list[Tensor], padding: float) -> Tensor:
     return padded.transpose(1, 2)
 
 
-def _pad_id(model: Any) -> int:
+def _setting(model: Any, inputs: dict[str, Any], name: str) -> Any:
+    """Return an option of `generate`: as it was given, or as the configuration has it."""
+    settings = inputs.get("generation_config") or model.generation_config
+    return inputs.get(name, getattr(settings, name))
+
+
+def _pad_id(model: Any, inputs: dict[str, Any]) -> int:
     """Return the token that fills up sequences."""
-    found = model.generation_config.pad_token_id
+    found = _setting(model, inputs, "pad_token_id")
     return 0 if found is None else int(found)
 
 

@@ -81,7 +81,10 @@ def from_pretrained(
     Raises:
         ValueError: The folder has no posterior, no configuration, or does not fit the model.
     """
-    posterior = cached_file(dir, POSTERIOR_FILE, _raise_exceptions_for_missing_entries=False)
+    try:
+        posterior = cached_file(dir, POSTERIOR_FILE, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise ValueError(f"{os.fspath(dir)} is no folder, and no repository of the hub either: {error}") from error
     if posterior is None:
         raise ValueError(
             f"{os.fspath(dir)} has no {POSTERIOR_FILE}; give a folder of save_pretrained, or load the plain model "

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import bayesify
 from bayesify.batches import logits_of
 from bayesify.checkpoint import POSTERIOR_FILE, load, mean_tensors, root_of, save_posterior
-from bayesify.core import scopes_of
+from bayesify.core import is_whole, scopes_of
 from bayesify.posteriors import Posterior
 
 from .hf_evaluation import Average, Evaluation
@@ -66,7 +66,7 @@ class BayesTrainerMixin(LossMixin):
         laplace: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 0):
+        if samples is not None and (not is_whole(samples) or samples < 0):
             raise ValueError(f"samples must be an integer >= 0, or None for the method's nst, got {samples!r}")
         if burnin_epochs is not None and not (math.isfinite(burnin_epochs) and burnin_epochs >= 0):
             raise ValueError(f"burnin_epochs must be a number >= 0, got {burnin_epochs!r}")
@@ -250,7 +250,7 @@ class BayesTrainerMixin(LossMixin):
         assert average is not None
         row = evaluation.score(average, labels)
         if row is not None:
-            row = self.accelerator.pad_across_processes(row, dim=1, pad_index=torch.nan)
+            row = self.accelerator.pad_across_processes(row, dim=1)
             evaluation.add(self.accelerator.gather_for_metrics(row))
         values = evaluation.values(average, labels)
         if values is not None:

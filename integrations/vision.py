@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
-from bayesify.batches import call_model, device_of, split_batch, to_device
-from bayesify.core import bayesify, mean, scopes_of
+from bayesify.batches import call_model, device_of, is_one_batch, split_batch, to_device
+from bayesify.core import bayesify, is_whole, mean, scopes_of
 from bayesify.core import samples as draws
 from bayesify.methods.base import ARGUMENTS, Method, resolve
 
@@ -90,12 +90,26 @@ def create_bayesian(
     else:
         raise TypeError(f"create_bayesian takes a name or a torch.nn.Module, got {type(name_or_model).__name__}")
     resolve(method, options.get("bias"), {k: v for k, v in options.items() if k not in ARGUMENTS})
-    head, new = _set_classes(model, num_classes)
-    if "prior_mean" not in options:
-        zero = {f"{name}.*": "zero" for name in head}
-        options["prior_mean"] = "zero" if random else zero if new else None
-    bayesify(model, method, prior_sig=prior_sig, **options)
+    with _unchanged_on_error(model):
+        head, new = _set_classes(model, num_classes)
+        if "prior_mean" not in options:
+            zero = {f"{name}.*": "zero" for name in head}
+            options["prior_mean"] = "zero" if random else zero if new else None
+        bayesify(model, method, prior_sig=prior_sig, **options)
     return BayesianVision(model, *transforms, head)
+
+
+@contextmanager
+def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Put the modules and attributes of a model back where an error came between: its head may be new by then."""
+    before = [(module, {**module.__dict__, "_modules": dict(module._modules)}) for module in model.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, state in before:
+            module.__dict__.clear()
+            module.__dict__.update(state)
+        raise
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -111,7 +125,8 @@ def _build(name: str, pretrained: "bool | str | os.PathLike[str]") -> tuple[nn.M
         import timm
 
         overlay = None if file is None else {"file": file}
-        model: nn.Module = timm.create_model(bare, pretrained=bool(pretrained), pretrained_cfg_overlay=overlay)
+        with _reading(file, bare):
+            model: nn.Module = timm.create_model(bare, pretrained=bool(pretrained), pretrained_cfg_overlay=overlay)
         return model, _transforms_of_model(model)
     from torchvision.models import get_model, get_model_weights
 
@@ -120,7 +135,8 @@ def _build(name: str, pretrained: "bool | str | os.PathLike[str]") -> tuple[nn.M
     auxiliary = {"aux_logits": False} if bare in ("googlenet", "inception_v3") else {}
     model = get_model(bare, weights=weights if pretrained is True else None, **auxiliary)
     if file is not None:
-        _load_file(model, file)
+        with _reading(file, bare):
+            _load_file(model, file)
     return model, _torchvision_transforms(weights.transforms())
 
 
@@ -165,12 +181,18 @@ def _load_file(model: nn.Module, path: str) -> None:
         state = load_file(path)
     else:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state)
+
+
+@contextmanager
+def _reading(file: str | None, name: str) -> Iterator[None]:
+    """Say which weights file is to blame, if there is one: it may be of another model, or none at all."""
     try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{path} does not fit {type(model).__name__}; give the model that it was saved from"
-        ) from error
+        yield
+    except Exception as error:
+        if file is None:
+            raise
+        raise ValueError(f"{file} does not fit {name}; give the model that it was saved from") from error
 
 
 # -- heads ----------------------------------------------------------------------------------------------------------
@@ -309,13 +331,14 @@ def update_bn(
         >>> update_bn(model, [torch.randn(64, 3)])[1].num_batches_tracked
         tensor(1)
     """
-    if isinstance(samples, bool) or not (samples is None or (isinstance(samples, int) and samples >= 0)):
+    if not (samples is None or (is_whole(samples) and samples >= 0)):
         raise ValueError(f"samples must be an integer >= 0, or None for what is in force, got {samples!r}")
     scopes_of(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms:
         return model
     device = device_of(model)
+    loader = [loader] if is_one_batch(loader) else loader
     seen = 0
     with _estimating(model, norms):
         for turn in draws(model, samples, seed) if samples else range(1):

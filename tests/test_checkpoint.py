@@ -178,9 +178,26 @@ def drop_a_tensor(about, tensors):
     del tensors["rest:frozen.weight"]
 
 
+def without(kind):
+    return lambda about, tensors: tensors.pop(next(name for name in tensors if name.startswith(kind)))
+
+
+def misshapen(kind):
+    return lambda about, tensors: tensors.update(
+        {next(name for name in tensors if name.startswith(kind)): torch.zeros(1, 7)}
+    )
+
+
+def prior_without_a_scale(about, tensors):
+    about["priors"] = about["priors"].replace("prior_sig", "prior")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
+        *((lambda p, k=k: rewrite(p, without(k)), "is not whole") for k in ("mean:", "rho:", "prior_center:")),
+        *((lambda p, k=k: rewrite(p, misshapen(k)), "is not whole") for k in ("rho:", "prior_center:")),
+        (lambda p: rewrite(p, prior_without_a_scale), "is not whole"),
         (lambda p: p.unlink(), "there is no"),
         (lambda p: p.write_bytes(p.read_bytes()[:-100]), "is damaged"),
         (lambda p: p.write_bytes(p.read_bytes()[:50]), "is damaged"),
@@ -257,3 +274,13 @@ def test_loading_into_another_dtype(tmp_path, saved, loaded):
     model = load(nn.Linear(3, 2).to(dtype), tmp_path / "posterior.safetensors")
     x = torch.ones(1, 3, dtype=dtype)
     assert model(x).dtype == model.eval()(x).dtype == dtype
+
+
+def test_weights_that_share_memory(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    bayesify(model, "vi")
+    save(model, tmp_path)
+    restored = load(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), tmp_path)
+    for (_, a), (_, b) in zip(named_posteriors(model), named_posteriors(restored), strict=True):
+        assert torch.equal(a.mean, b.mean)

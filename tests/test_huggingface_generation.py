@@ -178,3 +178,15 @@ def test_models_that_cannot():
         generate(BY_NAME["GPT2"].build(), **prompt())
     with pytest.raises(ValueError, match="cannot generate"):
         generate(make_bayesian(torch.nn.Linear(2, 2)), **prompt())
+
+
+@pytest.mark.parametrize("by", ["argument", "config"])
+def test_sequences_of_different_lengths_are_filled_up_as_asked(by):
+    model = model_of("GPT2")
+    free = generate(model, **prompt(1), samples=8, seed=0, max_new_tokens=6, pad_token_id=5)
+    end = int(free.tokens[0, 0, 1])  # a token that ends this sequence, and most likely not all of them
+    settings = {"max_new_tokens": 6, "pad_token_id": 5, "eos_token_id": end}
+    options = settings if by == "argument" else {"generation_config": GenerationConfig(**settings)}
+    found = generate(model, **prompt(1), samples=8, seed=0, **options)
+    assert (found.tokens == -1).any()
+    assert (found.sequences[:, :, 5:][found.tokens == -1] == 5).all()

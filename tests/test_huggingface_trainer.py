@@ -511,3 +511,16 @@ def test_the_spread_of_regression_outputs():
     wanted = torch.stack(outputs).double().var(0).mean().sqrt()
     assert evaluation.metrics()["std"] == pytest.approx(float(wanted), rel=1e-6)
     assert evaluation.metrics()["rmse"] == pytest.approx(10, rel=1e-4)
+
+
+def test_predictions_that_are_no_numbers_count(tmp_path):
+    model = make_bayesian(classifier(), "vi")
+
+    def spoil(module, args, output):
+        output = output.clone()
+        output[0] = torch.nan
+        return output
+
+    model.classifier.register_forward_hook(spoil)
+    found = BayesTrainer(model, arguments(tmp_path), eval_dataset=sentences(12)).evaluate()
+    assert math.isnan(found["eval_nll"]) and math.isnan(found["eval_mutual_information"])

@@ -631,3 +631,31 @@ def test_a_wrapper_is_as_good_as_the_model():
     assert all(p.std.all() for _, p in named_posteriors(other))
     fit_laplace(model, batches(X, Y), include="2.bias")
     assert [name for name, p in named_posteriors(model) if p.std.any()] == ["first.2.bias", "second.2.bias"]
+
+
+def test_labels_of_numpy_and_batches_without_examples():
+    model, (x, y) = classifier(), labelled()
+    fit_laplace(model, batches(x, y))
+    expected = {name: posterior.std for name, posterior in named_posteriors(model)}
+    empty = (x[:0], y[:0])
+    fit_laplace(model, [empty, *[(part, labels.numpy()) for part, labels in batches(x, y)], empty])
+    for name, posterior in named_posteriors(model):
+        torch.testing.assert_close(posterior.std, expected[name])
+
+
+def test_validation_data_that_can_be_read_once():
+    models = classifier(), classifier()
+    data = batches(*labelled())
+    fit_laplace(models[0], data, tune=data)
+    fit_laplace(models[1], data, tune=iter(data))
+    for (name, a), (_, b) in zip(*map(named_posteriors, models), strict=True):
+        assert torch.equal(a.std, b.std), name
+
+
+def test_a_state_dict_of_something_else_leaves_the_fit():
+    model = classifier()
+    fit_laplace(model, batches(*labelled()))
+    before = {name: posterior.std for name, posterior in named_posteriors(model)}
+    model.load_state_dict({}, strict=False)
+    for name, posterior in named_posteriors(model):
+        assert torch.equal(posterior.std, before[name])

@@ -1,5 +1,6 @@
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -290,3 +291,73 @@ def test_a_dataset_is_not_a_loader():
 
     with pytest.raises(TypeError, match="got Rows; wrap it in a DataLoader"):
         predict(bayesify(nn.Linear(3, 1)), Rows())
+
+
+class Given(nn.Module):
+    """Return its input, as if it were the model's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.fixture
+def given():
+    return bayesify(Given(), "vi", init_sig=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_output_that_is_no_number_is_not_certain(given, value):
+    outputs = torch.randn(4, 3)
+    outputs[0, 1] = value
+    out = predict(given, [(outputs, torch.zeros(4, dtype=torch.long))], samples=2, seed=0)
+    assert out.entropy.isnan().tolist() == [True, False, False, False]
+    assert out.mutual_information[0].isnan()
+    assert "outputs that are not finite" in repr(out)
+    assert repr(out[1:]).count("nll") == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 6), (2, 4, 3, 5, 6), (2, 4, 4, 4, 4)])
+def test_classes_come_second_in_images_and_volumes(given, shape):
+    outputs = torch.randn(shape)
+    labels = torch.randint(4, (shape[0], *shape[2:]))
+    out = predict(given, [(outputs, labels)], samples=0)
+    assert out.scores["nll"] == pytest.approx(float(nn.functional.cross_entropy(outputs, labels)), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_of_any_integer_type(given, dtype):
+    outputs, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
+    expected = predict(given, [(outputs, labels)], samples=0).scores
+    assert predict(given, [(outputs, labels.to(dtype))], samples=0).scores == expected
+
+
+@pytest.mark.parametrize("index", [2, -3, torch.tensor(2), np.int64(2), np.array(2)])
+def test_one_example_keeps_its_dimension(given, index):
+    for task in ("classification", "regression"):
+        out = predict(given, [(torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0]))], samples=0, task=task)
+        one = out[index]
+        assert len(one) == 1 and one.labels.tolist() == [2]
+
+
+def test_a_mask_of_examples(given):
+    out = predict(given, [(torch.randn(3, 2), torch.tensor([0, 1, 1]))], samples=0)
+    mask = torch.tensor([True, False, True])
+    assert len(out[mask]) == len(out[mask.numpy()]) == len(out[[0, 2]]) == 2
+
+
+def test_labels_are_as_many_as_examples(given):
+    with pytest.raises(ValueError, match="there are 3 labels for 4 examples"):
+        predict(given, [(torch.randn(4, 2), torch.zeros(3, dtype=torch.long))], samples=0)
+    different = [(torch.randn(2, 2), torch.zeros(2, 3)), (torch.randn(2, 2), torch.zeros(2, 4))]
+    with pytest.raises(ValueError, match="batches give labels of different shapes"):
+        predict(given, different, samples=0)
+
+
+def test_integers_of_numpy_are_integers(model, data):
+    x, _ = data.tensors
+    expected = predict(model, x, samples=3, seed=1).logits
+    assert torch.equal(predict(model, x, samples=np.int64(3), seed=np.int64(1)).logits, expected)

@@ -179,7 +179,7 @@ def test_neither_a_name_nor_a_model():
 
 def test_a_file_of_another_model(tmp_path):
     torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "other.pth")
-    with pytest.raises(ValueError, match="does not fit ShuffleNetV2; give the model that it was saved from"):
+    with pytest.raises(ValueError, match="does not fit shufflenet_v2_x0_5; give the model that it was saved from"):
         create_bayesian("shufflenet_v2_x0_5", pretrained=tmp_path / "other.pth")
 
 
@@ -368,3 +368,31 @@ def test_a_wrong_option_leaves_the_head():
     with pytest.raises(ValueError, match="did you mean 'kld'"):
         create_bayesian(model, "vi", num_classes=3, kldd=1.0)
     assert model.get_classifier().out_features == 7
+
+
+@pytest.mark.parametrize("options", [{"prior_sig": -1}, {"include": "nothing*"}, {"prior_mean": {"nothing*": "zero"}}])
+@pytest.mark.parametrize("name", ["timm", "torchvision"])
+def test_an_error_of_bayesify_leaves_the_head(name, options):
+    model = timm.create_model(SMALL_TIMM) if name == "timm" else torchvision.models.get_model(SMALL_TORCHVISION)
+    before, classes = dict(model.named_modules()), getattr(model, "num_classes", None)
+    with pytest.raises(ValueError):
+        create_bayesian(model, num_classes=3, **options)
+    assert dict(model.named_modules()) == before
+    assert getattr(model, "num_classes", None) == classes
+
+
+@pytest.mark.parametrize("name", [f"timm/{SMALL_TIMM}", f"torchvision/{SMALL_TORCHVISION}"])
+@pytest.mark.parametrize("ending", ["safetensors", "pth"])
+def test_a_file_that_holds_no_weights(name, ending, tmp_path):
+    path = tmp_path / f"weights.{ending}"
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=f"weights.{ending} does not fit"):
+        create_bayesian(name, pretrained=path)
+
+
+def test_update_bn_takes_one_batch():
+    model = normed()
+    other, batch = copy.deepcopy(model), torch.randn(32, 4)
+    update_bn(model, batch)
+    update_bn(other, [batch])
+    assert torch.equal(model[1].running_mean, other[1].running_mean)
