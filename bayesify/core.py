@@ -153,18 +153,27 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
         posterior.train(candidate.places[0][0].training)
         for module, attribute in candidate.places:
             parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
-            _keep_class_name(module)
+            _adapt_class(module)
         module, attribute = candidate.places[0]
         posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[index,arg-type]
     model._bayesify_scope = scope  # type: ignore[assignment]
     return scope
 
 
-def _keep_class_name(module: nn.Module) -> None:
+def _adapt_class(module: nn.Module) -> None:
     """Let the class that torch derives for a parametrized module go by the name of its own: libraries look it up."""
     derived = type(module)
     for attribute in ("__module__", "__qualname__", "__name__"):
         setattr(derived, attribute, getattr(derived.__bases__[0], attribute))
+    derived.__getstate__ = _refuse_to_pickle  # type: ignore[method-assign]
+
+
+def _refuse_to_pickle(module: nn.Module) -> Any:
+    """Say how a bayesified model is kept, in the place of torch's own refusal."""
+    raise RuntimeError(
+        "a bayesified model cannot be pickled, nor copied without its parameters: this is only supported through "
+        "state_dict(), bayesify.save and load, and copy.deepcopy"
+    )
 
 
 def unbayesify(model: M, to: str = "mean") -> M:

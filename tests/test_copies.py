@@ -249,3 +249,12 @@ def test_a_penalty_in_eval_mode_warns_once():
         penalty(other, 10)
     with mean(other):
         penalty(other, 10)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_pickling_is_refused_with_the_way_out(nested, tmp_path):
+    model = bayesify(nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match=r"cannot be pickled.*bayesify\.save and load"):
+        torch.save(nn.Sequential(model) if nested else model, tmp_path / "model.pt")
+    torch.save(unbayesify(model), tmp_path / "model.pt")
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False).weight, model.weight)
