@@ -99,16 +99,6 @@ WIDE_LAPLACE = [
 ]
 
 
-FULL = [
-    Run(
-        "vi-full",
-        "VI, all 100 epochs",
-        HEADLINE[0].flags.replace("--patience 10", "--patience 100 --keep last"),
-        HEADLINE[0].paper,
-    )
-]
-
-
 def our_run(name, label, method, hparams, epochs, patience=10, seeds=1):
     flags = f"--epochs {epochs} --lr 0.1 --schedule cosine --batch_size 128 --momentum 0.9 --val_heldout 0.5"
     flags += f" --patience {patience} --eval_every 2"
@@ -135,4 +125,4 @@ TRIALS = [
         "trial-tight", "MC-dropout, sigma=0.15, p=0.3, 30 epochs", "mc_dropout", OUR_DROPOUT.format(0.15, 0.3, 20), 30
     ),
 ]
-RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES, *TRIALS, *FULL]
+RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES, *TRIALS]
