@@ -237,6 +237,9 @@ averaged at prediction, "mean" that the posterior mean predicts. Several seeds (
 mean and its standard error, one seed a bare number. "Pooled" calibration errors count the probability of every class,
 as the paper does; "top-label" ones only that of the predicted class, as most others do, and are many times larger.
 
+VI's spread is max(rho, 1e-8) and starts at 1e-6. Where rho has fallen below the floor its gradient is that of s, so
+that the KL term pushes it far up again: this noise is what VI learns under, and what it needs its 100 epochs for.
+
 The paper's code draws its two halves independently of each other, so that half of its validation images are also
 trained on. Their loss goes on falling where that of unseen images has begun to rise: its runs stop later, which goes
 with the lower errors and higher NLL that it has for the plain network.
