@@ -99,30 +99,16 @@ WIDE_LAPLACE = [
 ]
 
 
-def our_run(name, label, method, hparams, epochs, patience=10, seeds=1):
+def our_run(name, label, prior_sig, p_drop, epochs, patience=10, nst=20):
+    hparams = f"prior_sig={prior_sig},p_drop={p_drop},mean=expected,nst={nst}"
     flags = f"--epochs {epochs} --lr 0.1 --schedule cosine --batch_size 128 --momentum 0.9 --val_heldout 0.5"
-    flags += f" --patience {patience} --eval_every 2"
-    return Run(name, label, f"--method {method} --hparams {hparams} {flags}", seeds=seeds)
+    return Run(name, label, f"--method mc_dropout --hparams {hparams} {flags} --patience {patience} --eval_every 2")
 
 
-OUR_DROPOUT = "prior_sig={},p_drop={},mean=expected,nst={}"
-OURS = [
-    our_run(
-        "ours-mc_dropout", "MC-dropout, sigma=0.2, p=0.3, 50 epochs", "mc_dropout", OUR_DROPOUT.format(0.2, 0.3, 20),
-        50, patience=20, seeds=HEADLINE_SEEDS,
-    ),
-    our_run(
-        "ours-vi", "VI, sigma=0.2, s from 0.02, 50 epochs", "vi", "prior_sig=0.2,link=softplus,init_sig=0.02,nst=20",
-        50, patience=20,
-    ),
-]  # fmt: skip
+OURS = [our_run("ours-mc_dropout", "MC-dropout, sigma=0.2, p=0.3, 50 epochs", 0.2, 0.3, 50, patience=20)]
 TRIALS = [
-    our_run("trial-wide", "MC-dropout, sigma=0.3, p=0.3, 25 epochs", "mc_dropout", OUR_DROPOUT.format(0.3, 0.3, 5), 25),
-    our_run(
-        "trial-dropped", "MC-dropout, sigma=0.3, p=0.5, 25 epochs", "mc_dropout", OUR_DROPOUT.format(0.3, 0.5, 5), 25
-    ),
-    our_run(
-        "trial-tight", "MC-dropout, sigma=0.15, p=0.3, 30 epochs", "mc_dropout", OUR_DROPOUT.format(0.15, 0.3, 20), 30
-    ),
+    our_run("trial-wide", "MC-dropout, sigma=0.3, p=0.3, 25 epochs", 0.3, 0.3, 25, nst=5),
+    our_run("trial-dropped", "MC-dropout, sigma=0.3, p=0.5, 25 epochs", 0.3, 0.5, 25, nst=5),
+    our_run("trial-tight", "MC-dropout, sigma=0.15, p=0.3, 30 epochs", 0.15, 0.3, 30),
 ]
 RUNS = [*HEADLINE, *OURS, *WIDE_LAPLACE, *NARROW, *BIASES, *TRIALS]

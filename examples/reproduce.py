@@ -266,12 +266,12 @@ not.
 {wide}
 ## Our own settings
 
-The same network and split within the same budget of 100 epochs, with a larger learning rate that falls; for MC-dropout
-also more dropout and the expected weights as the mean, for VI a spread about as large as the weights.
+The same network and split within the same budget of 100 epochs, with a larger learning rate that falls, more dropout
+and the expected weights as the mean.
 
 {ours}
-MC-dropout's are the best of four on the validation images, in the order in which they were tried (the test scores of
-the first were seen before the others ran); VI's are the first that were tried:
+They are the best of four on the validation images, in the order in which they were tried (the test scores of the
+first were seen before the others ran):
 
 {trials}
 ## Temperature
