@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench bench-full bench-peers reproduce zoo clean
+.PHONY: help install demo test lint format bench bench-full bench-peers reproduce zoo exactness mutants docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,7 +23,7 @@ demo: $(STAMP) ## Train every method on the embedded digits and compare their un
 	$(BIN)/python examples/quickstart.py
 
 test: lint ## Lint, type-check and test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check bayesify integrations examples tests
@@ -49,6 +49,15 @@ reproduce: $(STAMP) ## Reproduce the paper's MNIST tables (hours, resumable; MIN
 
 zoo: $(STAMP) ## Try every torchvision, timm and Transformers model (an hour, resumable)
 	$(BIN)/python -m tests.zoo
+
+exactness: $(STAMP) ## Measure every method against exact posteriors, and write the page (two minutes)
+	$(BIN)/python -m tests.exactness
+
+mutants: $(STAMP) ## Break every formula once, and see that a test notices (half an hour, resumable)
+	$(BIN)/python -m tests.mutants
+
+docs: $(STAMP) ## Build the site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 clean: ## Remove the environment and build products
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,25 +1,36 @@
 """Honest uncertainty for any pretrained PyTorch model, in one line."""
 
-from bayesify import methods, metrics, plots
-from bayesify.checkpoint import load, save
-from bayesify.core import bayesify, mean, named_posteriors, sample, samples, unbayesify
-from bayesify.groups import param_groups
-from bayesify.langevin import SGLD
-from bayesify.laplace import fit_laplace
-from bayesify.overview import summary
-from bayesify.prediction import predict
-from bayesify.prior_term import penalty
+from bayesify import methods
+from bayesify.methods.ivon.optimizer import IVON
+from bayesify.methods.laplace.fit import fit_laplace
+from bayesify.methods.sgld.optimizer import SGLD
+from bayesify.model.checkpoint import load, save
+from bayesify.model.groups import param_groups
+from bayesify.model.mixing import components, mix
+from bayesify.model.overview import summary
+from bayesify.model.prior_term import penalty
+from bayesify.model.wrapping import bayesify, mean, named_posteriors, sample, samples, unbayesify
+from bayesify.prediction import active
+from bayesify.prediction.calibration import calibrate
+from bayesify.prediction.predicting import predict
+from bayesify.quality import diagnostics, metrics, plots
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "IVON",
     "SGLD",
+    "active",
     "bayesify",
+    "calibrate",
+    "components",
+    "diagnostics",
     "fit_laplace",
     "load",
     "mean",
     "methods",
     "metrics",
+    "mix",
     "named_posteriors",
     "param_groups",
     "penalty",
@@ -31,3 +42,8 @@ __all__ = [
     "summary",
     "unbayesify",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names; the folders are open to whoever knows them."""
+    return [*__all__, "__version__"]

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify import metrics
-from bayesify.core import draw_seeds, scopes_of
-from bayesify.draws import MEAN, Draw, Mode
-from bayesify.predictive import IGNORED, entropy_of
-from bayesify.scopes import override
+from bayesify.model.draws import MEAN, Draw, Mode
+from bayesify.model.modes import override
+from bayesify.model.seeds import draw_seeds
+from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.predictive import entropy_of
+from bayesify.prediction.targets import IGNORED
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each
 BIN_EDGES = (torch.arange(16, dtype=torch.float64) / 15).float().double()  # of `metrics.ece`, rounded as outputs are
@@ -113,7 +115,8 @@ class PinnedSamples:
 
     def __init__(self, model: nn.Module, samples: int, seed: int | None) -> None:
         self.scopes = scopes_of(model)
-        self.modes = [Mode(draw=Draw(s, pinned=True)) for s in draw_seeds(samples, seed)] or [Mode(*MEAN)]
+        seeds = draw_seeds(samples, seed)
+        self.modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=i) for i, s in enumerate(seeds)] or [MEAN]
         size = sum(p.original.nbytes for scope in self.scopes for p in scope.posteriors)
         self.keeps_weights = size * samples <= KEPT_BYTES
 
@@ -122,7 +125,7 @@ class PinnedSamples:
             with override(self.scopes, mode):
                 yield i
             if mode.draw is not None and not self.keeps_weights:
-                mode.draw.values.clear()
+                mode.draw.forget()
 
 
 class Evaluation:

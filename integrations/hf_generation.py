@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from bayesify.core import is_whole, scopes_of
-from bayesify.predictive import entropy_of
+from bayesify.model.seeds import is_whole
+from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.predictive import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils.hub import cached_file
 
-from bayesify.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
-from bayesify.core import plain_name
-from bayesify.posteriors import Posterior
-from bayesify.scopes import Scope
+from bayesify.model.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
+from bayesify.model.folders import is_adapter
+from bayesify.model.mixture import mixture_in
+
+from .extras import extra
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
@@ -23,8 +24,10 @@ CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 def save_pretrained(model: nn.Module, dir: "str | os.PathLike[str]", **options: Any) -> None:  # noqa: A002
     """Save a bayesified Transformers or PEFT model into a folder in Hugging Face's layout.
 
+    The same as the bayesified model's own `model.save_pretrained(dir)`, for any module that contains it.
     `AutoModelFor....from_pretrained` (or `PeftModel.from_pretrained`) loads the folder as the posterior mean, without
-    bayesify. Next to an adapter the posterior holds what is trained, not the base model.
+    bayesify. Next to an adapter the posterior holds what is trained, not the base model. A mixture's folder is read
+    without bayesify as its first member.
 
     Args:
         model: The bayesified model, or a module that contains it (such as DDP).
@@ -46,7 +49,12 @@ def save_pretrained(model: nn.Module, dir: "str | os.PathLike[str]", **options: 
         ...     save_pretrained(model, folder)
         ...     again = from_pretrained(folder)
     """
-    root, scope = root_of(model)
+    if (mixture := mixture_in(model)) is not None:
+        first = mixture.members[0]
+        save_pretrained(first, dir, **options)
+        save_posterior(mixture, dir, frozen=not is_adapter(first))
+        return
+    root, _ = root_of(model)
     if not hasattr(root, "save_pretrained"):
         raise TypeError(
             f"save_pretrained is for models of Transformers and PEFT, got {type(root).__name__}; use bayesify.save"
@@ -56,8 +64,7 @@ def save_pretrained(model: nn.Module, dir: "str | os.PathLike[str]", **options: 
             f"only a part of the model ({type(root).__name__}) was bayesified, which a folder cannot say; "
             "bayesify the whole model with include=..., or use bayesify.save on the part"
         )
-    root.save_pretrained(dir, state_dict=plain_state(root, scope), **options)  # type: ignore[operator]
-    save_posterior(root, dir, frozen=not is_adapter(root))
+    root.save_pretrained(dir, **options)  # type: ignore[operator]
 
 
 def from_pretrained(
@@ -76,7 +83,7 @@ def from_pretrained(
         **options: For the class's `from_pretrained`, such as `dtype`.
 
     Returns:
-        The model, in eval mode but for adapters, as their own `from_pretrained` gives it.
+        The model, in eval mode: merging an adapter bakes in the posterior mean.
 
     Raises:
         ValueError: The folder has no posterior, no configuration, or does not fit the model.
@@ -94,13 +101,14 @@ def from_pretrained(
     if adapter is None:
         model = (model_class or _named_class(dir)).from_pretrained(dir, **options)
     else:
-        import peft
+        with extra("peft", "peft"):
+            import peft
 
         if base is None:
             origin = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
             base = (model_class or _named_class(origin)).from_pretrained(origin, **options)
         model = peft.PeftModel.from_pretrained(base, dir, is_trainable=True)
-    return load(model, Path(posterior).parent)
+    return load(model, Path(posterior).parent).eval()
 
 
 def _named_class(dir: "str | os.PathLike[str]") -> Any:  # noqa: A002
@@ -114,29 +122,3 @@ def _named_class(dir: "str | os.PathLike[str]") -> Any:  # noqa: A002
             "such as AutoModelForSequenceClassification"
         )
     return found
-
-
-def is_adapter(model: nn.Module) -> bool:
-    """Tell whether a model is a PEFT model, whose base is kept elsewhere."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def plain_state(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
-    """Return the state dict that the plain model would have at the posterior mean, ties under all their names."""
-    by_id = {id(p.original): p for p in scope.posteriors}
-    means: dict[Posterior, Tensor] = {}
-    out: dict[str, Tensor] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        if isinstance(module, Posterior):
-            continue
-        lasting = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in (*module._parameters.items(), *lasting.items()):
-            posterior = by_id.get(id(tensor))
-            if posterior is not None:
-                if posterior not in means:
-                    means[posterior] = posterior.mean.detach()
-                # `path` is that of the list that holds the posterior as its first entry.
-                out[plain_name(f"{path}.0")] = means[posterior]
-            elif tensor is not None:
-                out[f"{path}.{name}" if path else name] = tensor.detach()
-    return out

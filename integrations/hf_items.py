@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from bayesify.core import mean
-from bayesify.predictive import IGNORED
+from bayesify.model.wrapping import mean
+from bayesify.prediction.targets import IGNORED
 
 LABELS, SHIFTED = "labels", "shift_labels"
 EQUAL = 1e-6  # relative difference of two losses that are the same

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import bayesify
-from bayesify.batches import logits_of
-from bayesify.checkpoint import POSTERIOR_FILE, load, mean_tensors, root_of, save_posterior
-from bayesify.core import is_whole, scopes_of
-from bayesify.posteriors import Posterior
+from bayesify.model.checkpoint import POSTERIOR_FILE, load, mean_tensors, root_of, save_posterior
+from bayesify.model.folders import is_adapter
+from bayesify.model.posteriors import Posterior
+from bayesify.model.seeds import is_whole
+from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.batches import logits_of
 
 from .hf_evaluation import Average, Evaluation
-from .hf_hub import is_adapter, plain_state
 from .hf_items import is_causal, random_state_kept
 from .hf_loss import LossMixin
 
@@ -96,7 +97,7 @@ class BayesTrainerMixin(LossMixin):
         return values
 
     def create_optimizer(self, *args: Any) -> Any:
-        """Create the optimizer of `args.optim` on `param_groups`, or the sampler of method "sgld"."""
+        """Create the optimizer of `args.optim` on `param_groups`, or that of method "sgld" or "ivon"."""
         model = args[0] if args and args[0] is not None else self.model
         sampled = [scope for scope in scopes_of(model) if scope.method.name == "sgld"]
         if self.optimizer is not None:
@@ -112,6 +113,9 @@ class BayesTrainerMixin(LossMixin):
                     scope.method = replace(scope.method, burnin=steps)  # type: ignore[call-arg]
             groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
             self.optimizer = bayesify.SGLD(model, groups, num_data=self.num_data, momentum=self._momentum)
+        elif any(scope.method.name == "ivon" for scope in scopes_of(model)):
+            groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
+            self.optimizer = bayesify.IVON(model, groups, num_data=self.num_data)
         else:
             with self._groups_for_optimizer(model):
                 super().create_optimizer(*args)
@@ -268,10 +272,12 @@ class BayesTrainerMixin(LossMixin):
                 f"only a part of the model ({type(root).__name__}) was bayesified, which a checkpoint cannot say; "
                 "bayesify the whole model with include=..."
             )
-        known = isinstance(root, PreTrainedModel) or is_adapter(root)
-        super()._save(output_dir, state_dict=plain_state(root, scope) if known else mean_tensors(root, scope))
+        if isinstance(root, PreTrainedModel) or is_adapter(root):
+            super()._save(output_dir, state_dict=state_dict)  # by the model's own save_pretrained
+            return
+        super()._save(output_dir, state_dict=mean_tensors(root, scope))
         if self.args.should_save:
-            save_posterior(root, output_dir or self.args.output_dir, frozen=not is_adapter(root))
+            save_posterior(root, output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the posterior of a checkpoint."""

@@ -1,7 +1,10 @@
 """bayesify for Hugging Face: train with the Trainer, save and load folders, generate text."""
 
-from .hf_generation import Generations, generate
-from .hf_hub import from_pretrained, save_pretrained
-from .hf_trainer import BayesTrainer, BayesTrainerMixin
+from .extras import extra
+
+with extra("bayesify[hf]", "transformers", "accelerate"):
+    from .hf_generation import Generations, generate
+    from .hf_hub import from_pretrained, save_pretrained
+    from .hf_trainer import BayesTrainer, BayesTrainerMixin
 
 __all__ = ["BayesTrainer", "BayesTrainerMixin", "Generations", "from_pretrained", "generate", "save_pretrained"]

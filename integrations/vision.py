@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm.auto import tqdm
 
-from bayesify.batches import call_model, device_of, is_one_batch, split_batch, to_device
-from bayesify.core import bayesify, is_whole, mean, scopes_of
-from bayesify.core import samples as draws
-from bayesify.methods.base import ARGUMENTS, Method, resolve
+from bayesify.model.method import ARGUMENTS, Method, resolve
+from bayesify.model.seeds import is_whole
+from bayesify.model.wrapping import bayesify, mean, scopes_of
+from bayesify.model.wrapping import samples as draws
+from bayesify.prediction.batches import as_batches, call_model, device_of, split_batch, to_device
+
+from .extras import extra
 
 LIBRARIES = ("timm", "torchvision")
 CLASSIFIERS = ("fc", "classifier", "heads", "head")  # where torchvision's models keep theirs
@@ -41,6 +44,7 @@ class BayesianVision(NamedTuple):
     head: tuple[str, ...]
 
 
+@extra("bayesify[vision]", *LIBRARIES)
 def create_bayesian(
     name_or_model: str | nn.Module,
     method: str | Method = "vi",
@@ -52,9 +56,10 @@ def create_bayesian(
 ) -> BayesianVision:
     """Build a Bayesian image classifier on a pretrained body.
 
-    The classifier is replaced by the library's own means where `num_classes` differs from what the model has. Prior
-    means: zero for a new head; for everything else the pretrained weights, or zero (1 for normalization scales) where
-    the weights are random because a name was given without `pretrained`. `prior_mean=...` overrides them.
+    The classifier is replaced by the library's own means where `num_classes` differs from what the model has (for timm
+    `reset_classifier`, which starts it as `nn.Linear` does: an EfficientNet that timm builds anew starts far off).
+    Prior means: zero for a new head; for everything else the pretrained weights, or zero (1 for normalization scales)
+    where the weights are random because a name was given without `pretrained`. `prior_mean=...` overrides them.
 
     Args:
         name_or_model: A timm or torchvision name; "timm/resnet50" and "torchvision/resnet50" tell apart what both
@@ -124,9 +129,11 @@ def _build(name: str, pretrained: "bool | str | os.PathLike[str]") -> tuple[nn.M
     if library == "timm":
         import timm
 
-        overlay = None if file is None else {"file": file}
         with _reading(file, bare):
+            overlay = None if file is None else _timm_weights(file)
             model: nn.Module = timm.create_model(bare, pretrained=bool(pretrained), pretrained_cfg_overlay=overlay)
+        if overlay is not None:
+            model.pretrained_cfg.pop("state_dict", None)  # type: ignore[operator,union-attr]
         return model, _transforms_of_model(model)
     from torchvision.models import get_model, get_model_weights
 
@@ -171,6 +178,18 @@ def _closest(name: str) -> str:
 
     near = difflib.get_close_matches(name, [*timm.list_models(), *list_models()], n=3)
     return f" (closest: {', '.join(near)})" if near else ""
+
+
+def _timm_weights(file: str) -> dict[str, Any]:
+    """Return what makes timm take the weights of a file, which is never unpickled: some of its releases would."""
+    if file.endswith(".npz"):
+        return {"file": file}
+    from timm.models import load_state_dict
+
+    state = load_state_dict(file, weights_only=True)
+    if not state:
+        raise ValueError("the file has no weights")
+    return {"state_dict": state}
 
 
 def _load_file(model: nn.Module, path: str) -> None:
@@ -338,7 +357,7 @@ def update_bn(
     if not norms:
         return model
     device = device_of(model)
-    loader = [loader] if is_one_batch(loader) else loader
+    loader = as_batches(loader)
     seen = 0
     with _estimating(model, norms):
         for turn in draws(model, samples, seed) if samples else range(1):

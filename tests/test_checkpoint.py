@@ -8,7 +8,8 @@ from torch import nn
 
 import bayesify as library
 from bayesify import bayesify, load, mean, named_posteriors, param_groups, penalty, predict, save, summary, unbayesify
-from bayesify.checkpoint import POSTERIOR_FILE, CheckpointError
+from bayesify.model import checkpoint, fileformat
+from bayesify.model.checkpoint import POSTERIOR_FILE, CheckpointError
 
 
 class Net(nn.Module):
@@ -135,11 +136,12 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def dies(*args, **kwargs):
         raise OSError("disk full")
 
-    for victim in ("os.fsync", "bayesify.checkpoint.save_file", "os.replace"):
+    for victim in ("os.fsync", "bayesify.model.fileformat.save_file", "os.replace"):
         with monkeypatch.context() as patch:
             patch.setattr(victim, dies)
             with pytest.raises(OSError, match="disk full"):
                 save(model, tmp_path)
+        assert sorted(os.listdir(tmp_path)) == ["model.safetensors", POSTERIOR_FILE]
         for name, tensor in load_file(tmp_path / POSTERIOR_FILE).items():
             assert torch.equal(tensor, old[name])
         load(net(1), tmp_path)
@@ -154,61 +156,104 @@ def snapshot(model):
 
 
 def rewrite(path, change):
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        about, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-    change(about, tensors)
+    """Change a file's tensors and what it says about its model, under a checksum that is right."""
+    tensors, about = fileformat.read(path)
+    models = json.loads(about["models"])
+    change(models[""], tensors)
+    about["models"] = json.dumps(models)
+    about["checksum"] = fileformat.checksum(tensors, about)
     save_file(tensors, path, metadata=about)
 
 
-def set_version(about, tensors):
-    about["version"] = "99"
+def metadata(**changes):
+    def spoil(path):
+        tensors, about = fileformat.read(path)
+        about |= changes
+        about["checksum"] = fileformat.checksum(tensors, about)
+        save_file(tensors, path, metadata=about)
+
+    return spoil
 
 
-def unknown_method(about, tensors):
-    about["method"] = "from_elsewhere"
+def put(field, value):
+    return lambda path: rewrite(path, lambda model, tensors: model.update({field: value}))
 
 
-def bad_options(about, tensors):
-    about["options"] = json.dumps({"nonsense": 1})
+def option(name, value):
+    return lambda path: rewrite(path, lambda model, tensors: model["options"].update({name: value}))
 
 
-def drop_a_tensor(about, tensors):
-    del tensors["rest:frozen.weight"]
+def prior(field, value):
+    return lambda path: rewrite(path, lambda model, tensors: model["priors"]["embed.weight"].update({field: value}))
 
 
-def without(kind):
-    return lambda about, tensors: tensors.pop(next(name for name in tensors if name.startswith(kind)))
+def without(key):
+    return lambda path: rewrite(path, lambda model, tensors: tensors.pop(key))
 
 
-def misshapen(kind):
-    return lambda about, tensors: tensors.update(
-        {next(name for name in tensors if name.startswith(kind)): torch.zeros(1, 7)}
-    )
+def tensor(key, value):
+    def change(model, tensors):
+        tensors[key] = value(tensors[key]) if callable(value) else value
+
+    return lambda path: rewrite(path, change)
 
 
-def prior_without_a_scale(about, tensors):
-    about["priors"] = about["priors"].replace("prior_sig", "prior")
+def flip(path, where):
+    data = bytearray(path.read_bytes())
+    data[where] ^= 4
+    path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        *((lambda p, k=k: rewrite(p, without(k)), "is not whole") for k in ("mean:", "rho:", "prior_center:")),
-        *((lambda p, k=k: rewrite(p, misshapen(k)), "is not whole") for k in ("rho:", "prior_center:")),
-        (lambda p: rewrite(p, prior_without_a_scale), "is not whole"),
-        (lambda p: p.unlink(), "there is no"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-100]), "is damaged"),
-        (lambda p: p.write_bytes(p.read_bytes()[:50]), "is damaged"),
-        (lambda p: p.write_bytes(b""), "is damaged"),
-        (lambda p: save_file({"weight": torch.ones(2)}, p), "was not written by bayesify"),
-        (lambda p: rewrite(p, set_version), "version 99.*upgrade"),
-        (lambda p: rewrite(p, unknown_method), "import the module that defines"),
-        (lambda p: rewrite(p, bad_options), "is damaged"),
-        (lambda p: rewrite(p, drop_a_tensor), "does not fit the model.*only in the model: .*frozen.weight"),
-    ],
-)
+RHO, MEAN, CENTER = "rho:conv.weight", "mean:conv.weight", "prior_center:embed.weight"
+NAN = torch.tensor(float("nan"))
+BAD = {
+    "no file": (lambda p: p.unlink(), "there is no"),
+    "cut at the end": (lambda p: p.write_bytes(p.read_bytes()[:-100]), "is damaged"),
+    "cut in the header": (lambda p: p.write_bytes(p.read_bytes()[:50]), "is damaged"),
+    "empty": (lambda p: p.write_bytes(b""), "is damaged"),
+    "other": (lambda p: save_file({"weight": torch.ones(2)}, p), "was not written by bayesify"),
+    "a bit of a tensor": (lambda p: flip(p, -9), "damaged.*checksum"),
+    "version 99": (metadata(version="99"), "version 99.*upgrade"),
+    "version -5": (metadata(version="-5"), "damaged.*version -5"),
+    "version x": (metadata(version="x"), "is damaged"),
+    "deep JSON": (metadata(models="[" * 100_000 + "]" * 100_000), "damaged.*Recursion"),
+    "a list": (metadata(models="[1]"), "is damaged"),
+    "no models": (metadata(models="{}"), "is damaged"),
+    "NaN": (metadata(models='{"": NaN}'), "damaged.*NaN is no number"),
+    "unknown method": (put("method", "from_elsewhere"), "import the module that defines"),
+    "method is a list": (put("method", ["vi"]), "is damaged"),
+    "unknown option": (option("nonsense", 1), "damaged.*nonsense"),
+    "nst of a billion": (option("nst", 10**9), "damaged.*nst must be"),
+    "kld is a string": (option("kld", "1"), "damaged.*kld must be"),
+    "link is a list": (option("link", ["exp"]), "is damaged"),
+    "no prior_sig": (put("priors", {"embed.weight": {}}), "is damaged"),
+    "prior_sig inf": (prior("prior_sig", 1e999), "damaged"),
+    "prior_sig nan": (prior("prior_sig", float("nan")), "damaged.*NaN is no number"),
+    **{f"prior_sig {v!r}": (prior("prior_sig", v), "damaged.*prior_sig") for v in (True, -1.0, 0.0, "0.1", None, [1])},
+    **{f"fixed_row {v!r}": (prior("fixed_row", v), "damaged.*fixed_row") for v in (99, -1, [0, 1], True, "0", 1.5)},
+    "is_bias 1": (prior("is_bias", 1), "damaged.*is_bias"),
+    "results of nothing": (prior("results", {"forward": 1}), "damaged.*forward is nothing that a fit finds"),
+    "deep results": (prior("results", {"tuned": [1]}), "damaged.*results"),
+    "no mean": (without(MEAN), "damaged.*mean of 'conv.weight' is missing"),
+    "no rho": (without(RHO), "damaged.*'conv.weight': rho is missing"),
+    "no center": (without(CENTER), "damaged.*prior_center is missing"),
+    "no frozen weight": (without("rest:frozen.weight"), "does not fit the model.*only in the model: .*frozen.weight"),
+    "rho misshapen": (tensor(RHO, torch.zeros(1, 7)), "damaged.*rho has shape"),
+    "center misshapen": (tensor(CENTER, torch.zeros(1, 7)), "damaged.*prior_center has shape"),
+    "rho of integers": (tensor(RHO, lambda t: t.long()), "damaged.*rho is of dtype torch.int64"),
+    "rho in half precision": (tensor(RHO, lambda t: t.half()), "damaged.*rho is of dtype torch.float16"),
+    "rho NaN": (tensor(RHO, lambda t: t.where(t > t.min(), NAN)), "damaged.*rho is not finite"),
+    "mean of integers": (tensor(MEAN, lambda t: t.long()), "damaged.*mean of 'conv.weight' is of dtype"),
+    "unknown kind": (
+        lambda p: rewrite(p, lambda m, t: t.update({"gamma:conv.weight": torch.ones(1)})),
+        "gamma is noth",
+    ),
+    "unknown name": (lambda p: rewrite(p, lambda m, t: t.update({"rho:conv.x": torch.ones(1)})), "belongs to no post"),
+    "unknown member": (lambda p: rewrite(p, lambda m, t: t.update({f"1/{RHO}": torch.ones(1)})), "is damaged"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_bad_files_change_nothing(spoil, message, wrapped, tmp_path):
     save(trained("vi", {}), tmp_path)
@@ -220,6 +265,62 @@ def test_bad_files_change_nothing(spoil, message, wrapped, tmp_path):
     after = snapshot(target)
     assert before[1:] == after[1:]
     assert all(torch.equal(before[0][k], after[0][k]) for k in before[0])
+
+
+CHAIN = {
+    "count 0": ("count", lambda t: t * 0, "count is not a positive integer"),
+    "count of two": ("count", lambda t: t.repeat(2), "count is not a positive integer"),
+    "count 1.5": ("count", lambda t: t + 0.5, "count is not a positive integer"),
+    "negative scatter": ("scatter", lambda t: t - 1, "scatter is negative"),
+    "no average": ("average", None, "average is missing"),
+    "negative deviation": ("deviation", lambda t: -t, "deviation is negative"),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), CHAIN.values(), ids=CHAIN)
+def test_bad_moments_change_nothing(kind, change, message, tmp_path):
+    method = "la" if kind == "deviation" else "sgld"
+    save(trained(method, {"thin": 1} if method == "sgld" else {}), tmp_path)
+    key = f"{kind}:conv.weight"
+    (without(key) if change is None else tensor(key, change))(tmp_path / POSTERIOR_FILE)
+    target = net(1)
+    before = snapshot(target)
+    with pytest.raises(CheckpointError, match=f"damaged.*{message}"):
+        load(target, tmp_path)
+    assert before[1:] == snapshot(target)[1:]
+    assert all(torch.equal(t, target.state_dict()[k]) for k, t in before[0].items())
+
+
+def test_no_bit_of_a_file_can_change_unnoticed(tmp_path):
+    save(trained("vi", {}), tmp_path)
+    path = tmp_path / POSTERIOR_FILE
+    whole = path.read_bytes()
+    for where in range(0, len(whole), max(1, len(whole) // 200)):
+        flip(path, where)
+        with pytest.raises(CheckpointError):
+            load(net(1), tmp_path)
+        path.write_bytes(whole)
+    load(net(1), tmp_path)
+
+
+def test_a_tuned_prior_is_known_after_load(tmp_path):
+    model = library.fit_laplace(bayesify(net(), "la", **SETTINGS), [(IDS, LABELS)], tune="marglik")
+    save(model, tmp_path)
+    assert " by evidence" in str(summary(model))
+    assert str(summary(load(net(1), tmp_path))) == str(summary(model))
+
+
+def test_a_file_can_hold_several_models(tmp_path):
+    models = {str(i): trained("vi", {}, steps=i) for i in range(2)}
+    members = {name: checkpoint.root_of(model) for name, model in models.items()}
+    fileformat.write(tmp_path, {POSTERIOR_FILE: checkpoint.contents(members)})
+    files = checkpoint.read(tmp_path / POSTERIOR_FILE)
+    for name, model in models.items():
+        for of, posterior in named_posteriors(model):
+            assert torch.equal(files[name].tensors["mean", of], posterior.mean)
+            assert torch.equal(files[name].state(of)["rho"], posterior.rho)
+    with pytest.raises(CheckpointError, match="holds a mixture of 2, this is one model"):
+        load(models["0"], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Threads, copies and processes: each draws for itself, or the same where it should."""
 
+import asyncio
+import contextvars
 import copy
 import threading
 import warnings
@@ -204,6 +206,47 @@ def test_the_penalty_after_a_functional_call_is_of_the_model():
     assert all(p.grad is None for p in given.values())
 
 
+class WithPenalty(nn.Module):
+    """A loss with its penalty, as one module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).sum() + penalty(self.model, 10)
+
+
+@pytest.mark.filterwarnings("ignore:the model is in eval mode")
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "sgld", "la", "vanilla"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_penalty_inside_a_functional_call_has_the_gradients_of_what_was_given(method: str, training: bool):
+    torch.manual_seed(0)
+    model = WithPenalty(bayesify(MLP().double(), method, prior_mean="zero")).train(training)
+    given = {n: (1.1 * p).detach().requires_grad_() for n, p in model.named_parameters()}
+    torch.manual_seed(3)
+    loss = torch.func.functional_call(model, given, X)
+    found = torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(given[name])
+    torch.manual_seed(3)
+    model(X).backward()
+    for (_, p), grad in zip(model.named_parameters(), found, strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "sgld", "la", "vanilla"])
+def test_a_step_between_penalty_and_backward_is_refused(method: str):
+    model = bayesify(MLP().double(), method, prior_mean="zero")
+    loss = penalty(model, 10)  # without a forward before it
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified between penalty and its backward pass; call optimizer.step"):
+        loss.backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_forward_mode_derivatives_pass_through_a_sample():
     model = mlp().eval()
@@ -237,6 +280,83 @@ def test_threads_have_blocks_of_their_own():
     torch.testing.assert_close(seen["thread"], wanted)
     with mean(model):
         torch.testing.assert_close(middle, model(X))
+
+
+def test_a_block_is_not_seen_by_other_threads():
+    model, seen = mlp(), []
+    with sample(model, seed=1):
+        pinned = model(X)
+        thread = threading.Thread(target=lambda: seen.extend([model(X), model(X)]))
+        thread.start()
+        thread.join()
+    assert not torch.equal(seen[0], pinned)
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_coroutines_have_blocks_of_their_own():
+    model = mlp()
+    wanted = []
+    for seed in (1, 2):
+        with sample(model, seed=seed):
+            wanted.append(model(X))
+
+    async def work(seed: int) -> Tensor:
+        with sample(model, seed=seed):
+            await asyncio.sleep(0.01)
+            return model(X)
+
+    async def both() -> list[Tensor]:
+        with mean(model):
+            return await asyncio.gather(work(1), work(2), asyncio.to_thread(model, X))
+
+    one, two, inherited = asyncio.run(both())
+    assert torch.equal(one, wanted[0])
+    assert torch.equal(two, wanted[1])
+    with mean(model):
+        assert torch.equal(inherited, model(X))
+
+
+def test_a_block_that_was_left_is_over_for_the_tasks_that_it_started():
+    model = mlp()
+    with mean(model):
+        context = contextvars.copy_context()
+    assert not torch.equal(context.run(model, X), context.run(model, X))
+
+
+def test_replicas_of_data_parallel_take_the_open_block():
+    """They run in threads that know nothing of the code that waits for them."""
+    model, seen = mlp(), []
+
+    def replicate() -> None:
+        model._is_replica = True  # as nn.Module._replicate_for_data_parallel does
+        try:
+            seen.append(model(X))
+        finally:
+            del model._is_replica
+
+    def run() -> None:
+        thread = threading.Thread(target=lambda: seen.append(_outcome(replicate)))
+        thread.start()
+        thread.join()
+
+    with mean(model), sample(model, seed=1):
+        wanted = model(X)
+        run()
+        assert torch.equal(seen[0], wanted)
+        other = contextvars.Context()  # another thread's, say
+        block = sample(model, seed=2)
+        other.run(block.__enter__)
+        run()
+        other.run(block.__exit__, None, None, None)
+    assert "several mean or sample blocks at once" in str(seen[-1])
+
+
+def _outcome(function) -> BaseException | None:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    return None
 
 
 def test_a_penalty_in_eval_mode_warns_once():

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bayesify import curvature, graphs, parts, rules
-from bayesify.curvature import SquaredGradients
+from bayesify.methods.laplace import curvature, graphs, parts, rules
+from bayesify.methods.laplace.curvature import SquaredGradients
 
 CLASSES = 3
 

@@ -1,9 +1,11 @@
 """The code in the documents runs, and the package is what it says."""
 
+import copy
 import re
 import subprocess
 import sys
 import tomllib
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ PUBLIC = [
     "predict",
     "named_posteriors",
     "SGLD",
+    "IVON",
+    "calibrate",
     "fit_laplace",
     "param_groups",
     "save",
@@ -32,6 +36,10 @@ PUBLIC = [
     "metrics",
     "plots",
     "methods",
+    "active",
+    "mix",
+    "components",
+    "diagnostics",
 ]
 
 
@@ -43,12 +51,13 @@ def blocks(document):
 def names():
     """Return what the README's snippets take for granted."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
-    loader = DataLoader(data, 32)
+    x = torch.randn(192, 64)
+    y = (x[:, :10] + 0.3 * torch.randn(192, 10)).argmax(1)
+    train, test = (DataLoader(TensorDataset(x[rows], y[rows]), 32) for rows in (slice(96), slice(96, None)))
     space = {
-        "train_loader": loader,
-        "test_loader": loader,
-        "validation_loader": loader,
+        "train_loader": train,
+        "test_loader": test,
+        "validation_loader": test,
         "other_data": torch.randn(9, 64),
     }
     exec("from bayesify import *", space)
@@ -67,10 +76,13 @@ def test_first_screen_of_the_readme(names):
 
 def test_the_other_snippets_of_the_readme(names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _, loop, modes, measure, keep, integrations = blocks("README.md")
+    _, loop, three_lines, modes, several, measure, keep, integrations = blocks("README.md")
+    body = nn.Sequential(nn.Linear(64, 8), nn.ReLU())
+    exec(three_lines, {**names, "trained_model": nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, 10)))})
     exec(loop, names)
     names["validation"] = names["out"]
-    for snippet in (modes, measure):
+    names["other_model"] = copy.deepcopy(names["model"])
+    for snippet in (modes, several, measure):
         exec(snippet, names)
     assert (tmp_path / "report.html").stat().st_size > 10_000
     names["plain_model"] = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
@@ -104,7 +116,7 @@ def test_every_package_is_listed():
     assert found == set(settings["tool"]["setuptools"]["packages"])
     assert settings["project"]["version"] == bayesify.__version__
     core = {re.split(r"[<>=]", d)[0] for d in settings["project"]["dependencies"]}
-    assert core == {"torch", "numpy", "safetensors", "tqdm"}
+    assert core == {"torch", "numpy", "numba", "safetensors", "tqdm"}
 
 
 def run(code):
@@ -113,7 +125,18 @@ def run(code):
 
 def test_import_loads_nothing_optional():
     loaded = run("import bayesify, sys; print(*{m.split('.')[0] for m in sys.modules})").split()
-    optional = {"matplotlib", "transformers", "timm", "torchvision", "sklearn", "pandas", "accelerate", "peft", "scipy"}
+    optional = {
+        "matplotlib",
+        "transformers",
+        "timm",
+        "torchvision",
+        "sklearn",
+        "pandas",
+        "accelerate",
+        "peft",
+        "scipy",
+        "numba",
+    }
     assert not optional & set(loaded)
 
 
@@ -127,3 +150,16 @@ import bayesify
 print((time.process_time() - a) / (b - a))
 """
     assert min(float(run(clock)) for _ in range(3)) < 1.15
+
+
+def test_the_citation_is_of_this_version():
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {bayesify.__version__}" in lines and "license: Apache-2.0" in lines
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "CITATION.cff", *sorted((ROOT / ".github").rglob("*.yml"))], ids=lambda p: p.name
+)
+def test_yaml_can_be_read(path):
+    yaml = pytest.importorskip("yaml")
+    assert isinstance(yaml.safe_load(path.read_text()), dict)

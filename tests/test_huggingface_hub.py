@@ -1,16 +1,22 @@
 """save_pretrained and from_pretrained: folders for everybody, exact for bayesify."""
 
+import copy
 import json
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from bayesify.integrations.huggingface import from_pretrained, save_pretrained
+from huggingface_hub import PyTorchModelHubMixin
 from huggingface_zoo import BY_NAME, main_output, no_warning
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from bayesify import bayesify as make_bayesian
-from bayesify import named_posteriors, sample
+from bayesify import named_posteriors, sample, unbayesify
+from bayesify.model import folders
 
 TIED = {"GPT2": AutoModelForCausalLM, "Qwen2": AutoModelForCausalLM, "T5": AutoModelForSeq2SeqLM}
 
@@ -106,3 +112,106 @@ def test_a_folder_without_a_posterior(tmp_path):
     BY_NAME["Bert"].build().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no posterior\.safetensors"):
         from_pretrained(tmp_path)
+
+
+def loads_as_the_mean_and_as_the_posterior(folder, model, name="GPT2"):
+    plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert torch.equal(logits(plain, name), logits(model, name))
+    again = from_pretrained(folder)
+    assert not again.training
+    with sample(model, seed=1), sample(again, seed=1):
+        assert torch.equal(logits(again, name), logits(model, name))
+
+
+def trained_gpt2(method="vi", **options):
+    model = make_bayesian(BY_NAME["GPT2"].build(), method, **options).eval()
+    with torch.no_grad():
+        for _, posterior in named_posteriors(model):
+            posterior.original.mul_(1.5)
+    return model
+
+
+def test_the_models_own_save_pretrained_writes_mean_and_posterior(tmp_path):
+    model = trained_gpt2(init_sig=0.1)
+    with no_warning():
+        model.save_pretrained(tmp_path / "own", max_shard_size="10KB")
+    loads_as_the_mean_and_as_the_posterior(tmp_path / "own", model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model.transformer.wte.parametrizations.weight.original.zero_()
+    copied.save_pretrained(tmp_path / "copy")
+    loads_as_the_mean_and_as_the_posterior(tmp_path / "copy", copied)
+
+
+def test_a_state_dict_that_is_handed_over_is_written_under_plain_names(tmp_path):
+    model = trained_gpt2("mc_dropout", mean="expected", p_drop=0.5, prior_mean="zero")
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(plain, "GPT2"), logits(model, "GPT2"))
+    assert set(folders.plain_state(model)) == set(BY_NAME["GPT2"].build().state_dict())
+
+
+def test_push_to_hub_uploads_mean_and_posterior(tmp_path, monkeypatch):
+    model = trained_gpt2(init_sig=0.1)
+    uploaded = []
+
+    def upload(self, folder, repo_id, **options):
+        shutil.copytree(folder, tmp_path / f"hub{len(uploaded)}")
+        uploaded.append((repo_id, options["commit_message"]))
+
+    class Hub:
+        def create_repo(self, repo_id, **options):
+            return SimpleNamespace(repo_id=repo_id)
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_api", Hub)
+    monkeypatch.setattr(transformers.utils.hub, "create_and_tag_model_card", lambda *a, **k: Card())
+    monkeypatch.setattr(transformers.PreTrainedModel, "_upload_modified_files", upload)
+    model.push_to_hub("me/model", commit_message="first")
+    model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="me/second", commit_message="next")
+    assert uploaded == [("me/model", "first"), ("me/second", "next")]
+    for folder in ("hub0", "local", "hub1"):
+        loads_as_the_mean_and_as_the_posterior(tmp_path / folder, model)
+
+
+class Card:
+    def save(self, path):
+        pass
+
+
+def test_a_plain_trainer_saves_what_a_plain_model_loads(tmp_path):
+    model = trained_gpt2(init_sig=0.1)
+    args = transformers.TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    transformers.Trainer(model, args).save_model()
+    loads_as_the_mean_and_as_the_posterior(tmp_path, model.eval())
+
+
+def test_a_part_of_a_bayesified_model_writes_its_mean(tmp_path):
+    model = trained_gpt2()
+    model.transformer.save_pretrained(tmp_path)
+    plain, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(plain.wte.weight, model.transformer.wte.parametrizations.weight.original)
+    assert not (tmp_path / "posterior.safetensors").exists()
+
+
+def test_other_libraries_with_save_pretrained_write_plain_names_too(tmp_path):
+    class Mine(torch.nn.Module, PyTorchModelHubMixin):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+    model = make_bayesian(Mine(), "vi")
+    model.save_pretrained(tmp_path)
+    plain = Mine.from_pretrained(tmp_path, local_files_only=True)
+    assert torch.equal(plain.layer.weight, model.layer.parametrizations.weight.original)
+    assert (tmp_path / "posterior.safetensors").exists()
+
+
+def test_unbayesify_gives_the_own_save_pretrained_back(tmp_path):
+    model = unbayesify(trained_gpt2())
+    assert not any("save_pretrained" in vars(m) for m in model.modules())
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "posterior.safetensors").exists()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), "GPT2"), logits(model, "GPT2"))

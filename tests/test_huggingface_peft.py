@@ -64,8 +64,8 @@ def test_only_adapters_become_bayesian(name, method):
 def test_the_frozen_base_costs_nothing(name):
     model = bayesian(name)
     adapters = sum(p.original.nbytes for _, p in named_posteriors(model))
-    # rho, and a zero prior mean without an array.
-    assert adapters <= summary(model).extra_bytes <= adapters + 8 * sum(1 for _ in named_posteriors(model))
+    # rho, a zero prior mean without an array, and two numbers of the natural steps.
+    assert adapters <= summary(model).extra_bytes <= adapters + 12 * sum(1 for _ in named_posteriors(model))
     (model.train()(**BY_NAME[name].batch()).loss + penalty(model, 10)).backward()
     assert all(p.grad is None for n, p in model.named_parameters() if not p.requires_grad)
 
@@ -96,6 +96,17 @@ def test_saves_and_loads_beside_the_adapter(name, method, tmp_path):
     assert torch.equal(logits(again, name), logits(model, name))
     with sample(model, seed=3), sample(again, seed=3):
         assert torch.equal(logits(again, name), logits(model, name))
+
+
+def test_a_loaded_adapter_merges_to_the_mean(name, tmp_path):
+    model = trained(name, init_sig=0.5)
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path, base=BY_NAME[name].build())
+    assert not any(m.training for m in again.modules())
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(logits(merged, name), logits(model, name), rtol=1e-4, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    assert not (tmp_path / "merged" / "posterior.safetensors").exists()
 
 
 def test_the_base_model_is_found_by_its_name(tmp_path):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributions import Laplace
 
 from bayesify import bayesify, mean, methods, named_posteriors, penalty, sample, unbayesify
-from bayesify.methods.base import REGISTRY, Method
-from bayesify.posteriors import Posterior, Prior, state_dtype
+from bayesify.model.method import REGISTRY, Method
+from bayesify.model.posteriors import Posterior, Prior, state_dtype
 
 X = tensor(5, 4)
 
@@ -20,7 +20,7 @@ X = tensor(5, 4)
 @pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
-        ("via", {}, ValueError, r"unknown method 'via', did you mean 'vi'\?; methods: \['la', 'mc_dropout'"),
+        ("via", {}, ValueError, r"unknown method 'via', did you mean 'vi'\?; methods: \['ivon', 'la', 'mc_dropout'"),
         ("nothing like it", {}, ValueError, r"unknown method 'nothing like it'; methods: \["),
         (3, {}, TypeError, r"method must be a name \[.*\] or an object of bayesify.methods, got 3"),
         (methods.VI, {}, TypeError, r"method must be a name .* or an object of bayesify.methods"),
@@ -133,6 +133,8 @@ def test_no_spread_trains_like_the_plain_model_with_l2(method: str):
         bayesify(model, method, prior_sig=sig, **options[method])
     center = [p.detach().clone() for p in plain.parameters()]
     means = [q.original for _, q in named_posteriors(model)]
+    for p in (p for _, q in named_posteriors(model) for p in q.learnable()):
+        p.requires_grad_(False)
     x, y = X.double(), tensor(5, 3).double()
     optimizers = [torch.optim.SGD(ps, lr=0.05, momentum=0.9) for ps in (list(plain.parameters()), means)]
     for _ in range(50):

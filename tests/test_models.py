@@ -31,6 +31,7 @@ def anatomy(model: nn.Module) -> dict:
                     "_forward_hooks_with_kwargs",
                     "_forward_pre_hooks_with_kwargs",
                     "_state_dict_hooks",
+                    "_load_state_dict_pre_hooks",
                 )
             ]
             for m in model.modules()

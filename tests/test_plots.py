@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import bayesify.plots
-import bayesify.report
+import bayesify.quality.plots
+import bayesify.quality.report
 from bayesify import bayesify as make_bayesian
 from bayesify import metrics, plots, predict
 
@@ -59,7 +59,7 @@ def test_reliability_diagram_shows_the_bins(kind, xlabel, ylabel):
     (ax,) = plots.reliability_diagram(PROBS, LABELS, bins=10, kind=kind, title="A $ title $").axes
     table = metrics.reliability(PROBS, LABELS, 10, kind)
     filled = table.counts > 0
-    observed, gaps, counts = ax.containers
+    observed, gaps, counts = [bars for bars in ax.containers if "Under" not in bars.get_label()]
     assert [bar.get_height() for bar in observed] == table.accuracy[filled].tolist()
     tops = [bar.get_y() + bar.get_height() for bar in gaps]
     assert tops == pytest.approx(table.confidence[filled].tolist())
@@ -69,7 +69,8 @@ def test_reliability_diagram_shows_the_bins(kind, xlabel, ylabel):
     assert texts(ax)[:-1] == [str(count) for count in table.counts[filled].tolist()]
     assert texts(ax)[-1] == f"ECE {table.ece:.4f}\nMCE {table.mce:.4f}\nNLL {metrics.nll(PROBS, LABELS):.4f}"
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == (xlabel, ylabel, "A $ title $")
-    assert sorted(legend(ax)) == ["Gap", "Observed", "Perfect"]
+    few = ["Under 10 items"] * bool((table.counts[filled] < 10).any())
+    assert sorted(legend(ax)) == ["Gap", "Observed", "Perfect", *few]
 
 
 def test_many_bins_show_bars_without_numbers():
@@ -168,7 +169,7 @@ def test_constant_uncertainties_can_be_drawn():
 def test_matplotlib_is_imported_late_and_its_global_state_untouched():
     code = """
 import sys, torch
-import bayesify.metrics
+import bayesify.quality.metrics
 from bayesify import metrics, plots
 assert 'matplotlib' not in sys.modules
 import matplotlib
@@ -352,13 +353,13 @@ def test_report_is_for_classification(tmp_path, arguments, message):
 def test_a_failed_report_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("old")
-    monkeypatch.setattr(bayesify.report.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(bayesify.quality.report.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         plots.report(predictive(LOGITS), path)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
-@pytest.mark.parametrize("module", [bayesify.plots, bayesify.report])
+@pytest.mark.parametrize("module", [bayesify.quality.plots, bayesify.quality.report])
 def test_examples_in_the_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -10,9 +10,9 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from bayesify import bayesify, mean, named_posteriors, penalty, sample
-from bayesify.methods.base import REGISTRY
 from bayesify.methods.vi import LINKS
-from bayesify.posteriors import Posterior, Prior, autograd_pullback, make_noise
+from bayesify.model.method import REGISTRY
+from bayesify.model.posteriors import Posterior, Prior, autograd_pullback
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 N, SIG = 50, 0.7
@@ -78,11 +78,10 @@ class Oracle:
 
 def noise_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return the noise of the draw that `sample(model, seed=seed)` makes."""
-    from bayesify.core import draw_seeds
+    from bayesify.model.seeds import draw_seeds
 
     found = {n: q for n, q in named_posteriors(model) if q.random}
-    made = make_noise(list(found.values()), draw_seeds(1, seed)[0])
-    return {n: made[q] for n, q in found.items()}
+    return {n: q.noise_of(draw_seeds(1, seed)[0]) for n, q in found.items()}
 
 
 def losses(model: nn.Module, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
@@ -224,6 +223,29 @@ def test_the_penalty_of_frozen_means():
     assert not model(X).requires_grad
 
 
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("method", ["vanilla", "vi", "mc_dropout", "sgld", "la"])
+def test_the_penalty_of_a_part_is_of_its_own_parameters_alone(method: str, after_forward: bool):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    bayesify(model, method, prior_sig=0.7, prior_mean="zero")
+    if after_forward:
+        model(torch.ones(2, 3, dtype=torch.float64))
+    parts = [penalty(model[i], N) for i in (0, 2)]
+    assert min(parts) > 0
+    torch.testing.assert_close(sum(parts), penalty(model, N), **EXACT)
+    parts[0].backward()
+    assert all(p.grad is not None for p in model[0].parameters())
+    assert all(p.grad is None or not p.grad.any() for p in model[2].parameters())
+
+
+@pytest.mark.parametrize("method", ["sgld", "la"])
+def test_inflated_data_counts_as_so_much_more_in_the_penalty(method: str):
+    model = nn.Linear(3, 2).double()
+    square = sum(p.detach().square().sum() for p in model.parameters())
+    bayesify(model, method, prior_sig=0.7, prior_mean="zero", Ninflate=2.5)
+    torch.testing.assert_close(penalty(model, N).detach(), square / (2 * 0.7**2) / (2.5 * N), **EXACT)
+
+
 @pytest.mark.parametrize("num_data", [0, -1, math.nan, math.inf, "10", True, None])
 def test_penalty_refuses_a_wrong_number_of_data(num_data):
     with pytest.raises(ValueError, match="num_data must be a positive number"):
@@ -244,10 +266,9 @@ def test_pullback_is_what_autograd_says(method: str, options: dict, dtype: torch
     q.attach("weight", holder(param), "weight", None)
     grad, coef = torch.randn(4, 3).to(dtype), torch.tensor(0.3, dtype=torch.float64)
     for g, c in ((grad, coef), (grad, None), (None, coef)):
-        noise = make_noise([q], 1)[q] if g is not None and q.random else torch.zeros(4, 3) if g is not None else None
-        wanted = autograd_pullback(q, param, noise, g, c, create_graph=False)
+        wanted = autograd_pullback(q, param, 1, g, c, create_graph=False)
         with torch.no_grad():
-            found = q.pullback(param, noise.clone() if noise is not None else None, g, c)
+            found = q.pullback(param, 1, g, c)
         for f, w in zip(found, wanted, strict=True):
             if w is None:
                 assert f is None or not f.any()
@@ -408,7 +429,7 @@ def test_mc_dropout_expected_mean():
 @pytest.mark.parametrize("method", ["vi", "mc_dropout"])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_the_padding_row_has_no_noise(kind: type, method: str):
-    model = bayesify(kind(5, 4, padding_idx=3), method, prior_mean="zero")
+    model = bayesify(kind(5, 4, padding_idx=3), method, prior_mean="zero", prior_sig=1.0)
     original = model.parametrizations.weight.original
     with torch.no_grad():
         original[3] = 7.0
@@ -471,7 +492,7 @@ def test_drowned_noise_warns_before_anything_changes():
     with pytest.warns(
         UserWarning, match=r"s = 0.001 is under a quarter of the rounding step of torch.bfloat16 weights"
     ):
-        bayesify(model, include="weight")
+        bayesify(model, include="weight", prior_sig=1.0)
     bayesify(nn.Linear(4, 3).bfloat16(), init_sig=0.1)
     bayesify(nn.LayerNorm(4))
 
@@ -493,7 +514,8 @@ def test_generic_defaults():
     assert torch.equal(q(param), param)
     assert torch.equal(q.mean, param.detach())
     assert torch.equal(q.std, torch.zeros(3))
-    (grad,) = q.pullback(param, torch.ones(3), torch.full((3,), 2.0), torch.tensor(3.0))
+    (grad,) = q.pullback(param, 1, torch.full((3,), 2.0), torch.tensor(3.0))
+    assert torch.equal(q.draw(param, 1), param + 0.5 * q.noise_of(1))
     assert torch.equal(grad, torch.full((3,), 5.0))
     with pytest.raises(NotImplementedError):
         Posterior(param, Prior(torch.zeros(3), 1.0)).theta(param, param)

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from bayesify import bayesify, metrics, predict, sample, samples
+from bayesify import bayesify, metrics, named_posteriors, predict, sample, samples
+from bayesify.prediction.predictive import Predictive
 
 
 @pytest.fixture
@@ -49,7 +50,9 @@ def test_averages_survive_logits_that_underflow(model):
         def forward(self, x):
             return x * self.scale
 
-    out = predict(bayesify(Sure(), "vi"), [(torch.ones(3, 1), torch.tensor([1, 1, 1]))], samples=4, seed=0)
+    out = predict(
+        bayesify(Sure(), "vi", prior_sig=1.0), [(torch.ones(3, 1), torch.tensor([1, 1, 1]))], samples=4, seed=0
+    )
     assert out.scores["nll"] == pytest.approx(2000, rel=1e-3)
 
 
@@ -87,15 +90,12 @@ def test_data_in_random_order_or_readable_once(model, data, loader):
 
 
 def test_draws_are_made_once_per_sample(model, data, monkeypatch):
-    from bayesify import draws
-
     made = []
-    real = draws.make_noise
-    monkeypatch.setattr(
-        draws, "make_noise", lambda posteriors, seed: made.append(len(posteriors)) or real(posteriors, seed)
-    )
+    kind = type(next(q for _, q in named_posteriors(model)))
+    draw = kind.draw
+    monkeypatch.setattr(kind, "draw", lambda self, *args: made.append(self.name) or draw(self, *args))
     predict(model, DataLoader(data, batch_size=2), samples=5, seed=0)
-    assert sum(made) == 5 * 4
+    assert len(made) == 5 * 4
 
 
 def test_zero_samples_is_the_mean_and_none_is_nst(model, data):
@@ -194,12 +194,14 @@ def test_regression_moments(data):
     out = predict(model, [(x, torch.zeros(23, 2))], samples=6, seed=0, task="regression")
     stacked = logits_by_hand(model, x, 6, 0).double()
     torch.testing.assert_close(out.mean, stacked.mean(0))
-    torch.testing.assert_close(out.std, stacked.std(0))
-    torch.testing.assert_close(out.total_std(0.25), (stacked.var(0) + 0.25).sqrt())
-    assert "rmse" in repr(out) and len(out[:3]) == 3 and set(out.numpy()) == {"mean", "std", "outputs", "labels"}
+    torch.testing.assert_close(out.epistemic, stacked.std(0))
+    torch.testing.assert_close(out.std, out.epistemic)
+    torch.testing.assert_close(out.with_noise(0.25).std, (stacked.var(0) + 0.25).sqrt())
+    assert "rmse" in repr(out) and len(out[:3]) == 3
+    assert set(out.numpy()) == {"mean", "std", "epistemic", "aleatoric", "outputs", "labels"}
     assert float(predict(model, x, samples=1, task="regression").std.max()) == 0
     with pytest.raises(ValueError, match="noise_var must be"):
-        out.total_std(-1.0)
+        out.with_noise(-1.0)
 
 
 def test_slicing_numpy_and_repr(model, data):
@@ -228,7 +230,6 @@ def test_progress_bar(model, data, capsys):
         (lambda m: predict(m, torch.ones(2, 4), task="ranking"), ValueError, "task must be one of"),
         (lambda m: predict(m, [(1, 2, 3)]), ValueError, r"\(inputs,\) or \(inputs, labels\)"),
         (lambda m: predict(m, (torch.ones(2, 4), torch.zeros(2).long())), ValueError, r"pass \[\(inputs, labels\)\]"),
-        (lambda m: predict(nn.Linear(4, 2), torch.ones(2, 4)), ValueError, "call bayesify"),
         (lambda m: predict(bayesify(nn.Linear(4, 1)), torch.ones(2, 4)), ValueError, "at least two logits"),
         (
             lambda m: predict(bayesify(nn.LSTM(4, 2)), [torch.ones(2, 4, 4), torch.ones(2, 3, 4)]),
@@ -361,3 +362,56 @@ def test_integers_of_numpy_are_integers(model, data):
     x, _ = data.tensors
     expected = predict(model, x, samples=3, seed=1).logits
     assert torch.equal(predict(model, x, samples=np.int64(3), seed=np.int64(1)).logits, expected)
+
+
+def test_the_posterior_of_a_plain_model_is_a_point(data):
+    x, y = data.tensors
+    plain = nn.Linear(4, 3).train()
+    found = predict(plain, [(x, y)])
+    assert found.num_samples == 0
+    assert plain.training
+    with torch.no_grad():
+        torch.testing.assert_close(found.logits[0], plain(x))
+    assert float(found.mutual_information.max()) == pytest.approx(0, abs=1e-12)
+    assert torch.equal(predict(plain, x, samples=5).probs, found.probs)
+    assert predict(plain, x, task="regression").mean.shape == (len(x), 3)
+
+
+def test_a_temperature_is_fitted_to_a_prediction(data):
+    x, y = data.tensors
+    plain = nn.Linear(4, 3)
+    found = predict(plain, [(x, y)])
+    by_hand = metrics.fit_temperature(found.logits, found.labels)
+    assert metrics.fit_temperature(found) == by_hand
+    assert metrics.fit_temperature(found, found.labels) == by_hand
+    with pytest.raises(ValueError, match="keep_samples=True"):
+        metrics.fit_temperature(predict(plain, [(x, y)], keep_samples=False))
+    with pytest.raises(ValueError, match="fitted to labels"):
+        metrics.fit_temperature(predict(plain, x))
+
+
+def test_an_ensemble_made_by_hand_is_the_average_of_its_members():
+    logits = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    out = Predictive.from_logits(list(logits.numpy()), labels.numpy())
+    torch.testing.assert_close(out.probs, logits.double().softmax(-1).mean(0))
+    each = torch.distributions.Categorical(logits=logits.double())
+    torch.testing.assert_close(out.expected_entropy, each.entropy().mean(0))
+    assert out.num_samples == 4 and set(out.scores) == {"error", "nll", "ece"}
+    assert Predictive.from_logits(logits[0]).num_samples == 0
+    torch.testing.assert_close(Predictive.from_logits(out.logits).log_probs, out.log_probs)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "message"),
+    [
+        (torch.zeros(4), None, "stack equal shapes, classes last"),
+        (torch.zeros(2, 3, 1), None, "two classes or more"),
+        ([torch.zeros(3, 2), torch.zeros(4, 2)], None, r"got \[\(3, 2\), \(4, 2\)\]"),
+        ([], None, "or \\(N, K\\) of one model"),
+        (torch.zeros(2, 3, 2), [0, 1], "2 labels for 3 examples"),
+    ],
+)
+def test_what_is_no_ensemble(logits, labels, message):
+    with pytest.raises(ValueError, match=message):
+        Predictive.from_logits(logits, labels)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bayesify import bayesify, mean, penalty, sample
+from bayesify.model.replay import REMEMBERED_THREADS
 
 KINDS = pytest.mark.parametrize("reentrant", [False, True])
 
@@ -177,6 +178,69 @@ def test_recomputation_in_another_thread_finds_its_own_forward():
             thread.join()
     for plain, recomputed in zip(found["plain"], found["blocks"], strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=1e-10, atol=1e-10)
+
+
+def in_thread(function) -> None:
+    """Run a function in a thread of its own, from the beginning of that thread's node numbers."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_a_backward_in_a_thread_with_forwards_of_its_own_repeats_the_right_one():
+    """Both threads have nodes of the same numbers; the samples in the graph tell which forward is meant."""
+    found = []
+    for mode in ("none", "blocks"):
+        model = deep(mode, False, "vi")
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = 0.0
+        kept: list[Tensor] = []
+        torch.manual_seed(7)
+        in_thread(lambda model=model, kept=kept: kept.append(model(X).square().sum()))
+
+        def elsewhere(model: nn.Module = model, kept: list = kept) -> None:
+            for _ in range(20):
+                model(X)
+            kept[0].backward()
+
+        in_thread(elsewhere)
+        found.append(gradients(model))
+    assert_same_gradients(found[1], found[0])
+
+
+def test_a_forward_that_cannot_be_told_from_another_threads_is_refused():
+    model = deep("blocks", True, "vi")
+    kept: list[Tensor] = []
+
+    def forwards() -> None:
+        kept.append(model(X.clone().requires_grad_()).square().sum())
+
+    in_thread(forwards)
+
+    def elsewhere() -> None:
+        forwards()
+        kept[0].backward()
+
+    with pytest.raises(RuntimeError, match=r"forwards of several threads may be meant; use checkpoint\("):
+        in_thread(elsewhere)
+
+
+def test_dead_threads_make_room():
+    model = deep("none", False, "vi")
+    for _ in range(REMEMBERED_THREADS + 5):
+        in_thread(lambda: model(X))
+    assert len(model._bayesify_scope._past.tracks) == REMEMBERED_THREADS
 
 
 @KINDS

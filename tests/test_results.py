@@ -33,6 +33,15 @@ def test_laplace(example):
     assert committed("docs/laplace.md") == example("laplace").page()
 
 
+def test_regression(example):
+    assert committed("docs/regression.md") == example("regression").page()
+
+
+def test_three_lines(example):
+    results = json.loads(committed("docs/results/three_lines.json"))
+    assert example("three_lines").table(results) in committed("docs/already_trained.md")
+
+
 def test_hymenoptera(example):
     assert example("hymenoptera").page() in committed("docs/vision.md")
 

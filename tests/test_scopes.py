@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import BY_NAME, tensor
+from cases import BY_NAME, MLP, tensor
 from thetas import X, all_equal, assert_same_gradients, gradients, mlp
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from bayesify import bayesify, mean, named_posteriors, penalty, sample, samples, unbayesify
-from bayesify import noise as noises
+from bayesify import SGLD, bayesify, mean, named_posteriors, penalty, predict, sample, samples, unbayesify
+from bayesify.engine import noise as noises
 
 # -- within one forward ------------------------------------------------------------------------------------------------
 
@@ -89,8 +90,8 @@ def test_multihead_attention_reads_one_theta():
 def sample_of_next_forward(model: nn.Module):
     """Give the thetas that a forward from the present random state reads."""
     seed = noises.global_seed()
-    from bayesify.draws import Draw, Mode
-    from bayesify.scopes import override
+    from bayesify.model.draws import Draw, Mode
+    from bayesify.model.modes import override
 
     (scope,) = {id(q.reader): q.reader for _, q in named_posteriors(model)}.values()
     with override([scope], Mode(draw=Draw(seed, pinned=True))):
@@ -108,11 +109,41 @@ def test_submodules_and_bare_reads_outside_the_root_sample():
     assert torch.equal(model.inp(X), model.inp(X))
 
 
-def test_a_part_in_eval_mode_reads_the_mean():
-    model = mlp()
+@pytest.mark.parametrize("method", ["vi", "mc_dropout"])
+def test_a_part_in_eval_mode_samples_while_its_model_trains(method: str):
+    model = bayesify(MLP().double(), method, prior_mean="zero")
     model.inp.eval()
+    assert not torch.equal(model.inp(X), model.inp(X))
+    model.eval().inp.train()
     assert torch.equal(model.inp(X), model.inp(X))
-    assert not torch.equal(model(X), model(X))
+
+
+def test_a_frozen_normalization_learns_its_spread_from_the_data_too():
+    """BatchNorm in eval mode inside a training model: the gradient of rho is that of the loss and of the prior."""
+    torch.manual_seed(0)
+    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), init_sig=0.3)
+    model[1].eval()
+    rho = model[1].parametrizations.weight[0].rho
+    (by_prior,) = torch.autograd.grad(penalty(model, 10), rho)
+    (model(X).square().sum() + penalty(model, 10)).backward()
+    assert (rho.grad - by_prior).abs().min() > 1e-3
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_a_chain_trains_at_its_own_state_whatever_a_part_is_set_to():
+    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), "sgld", thin=1)
+    model[1].eval()
+    chain = SGLD(model, lr=0.1, num_data=5)
+    for _ in range(3):
+        chain.zero_grad()
+        (model(X).square().mean() + penalty(model, 5)).backward()
+        chain.step()
+    posterior = dict(named_posteriors(model))["1.weight"]
+    assert not torch.equal(posterior.mean, posterior.original)
+    read = []
+    model[1].register_forward_pre_hook(lambda m, args: read.append(m.weight))
+    model(X)
+    assert torch.equal(read[0], posterior.original)
 
 
 def test_two_models_and_a_wrapper_around_them():
@@ -198,13 +229,12 @@ def test_double_backward(method: str):
 
 def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
     """Replace the library's own autograd nodes by plain differentiable operations."""
-    from bayesify import draws, prior_term
-    from bayesify.posteriors import make_noise
+    from bayesify.model import draws, prior_term
 
     class Sampled:
         @staticmethod
-        def apply(posterior, seed, noise, value, *tensors):
-            return posterior.theta(tensors[0], make_noise([posterior], seed)[posterior]), None
+        def apply(posterior, seed, value, *tensors):
+            return posterior.theta(tensors[0], posterior.noise_of(seed)), None
 
     class Penalty:
         @staticmethod
@@ -219,25 +249,33 @@ def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_interrupted_forward_leaves_nothing_behind(error: type[BaseException]):
+@pytest.mark.parametrize("place", ["root", "part"])
+def test_an_interrupted_forward_leaves_nothing_behind(error: type[BaseException], place: str):
     model = mlp()
     armed = [True]
 
     def interrupt(module: nn.Module, args: tuple) -> None:
         if armed[0]:
+            secret = "a local variable"  # noqa: F841
             raise error
 
-    model.norm.register_forward_pre_hook(interrupt)
+    (model if place == "root" else model.norm).register_forward_pre_hook(interrupt)
     caught = []
     for _ in range(2):
         with pytest.raises(error) as info:
             model(X)
         caught.append(info)  # a debugger keeps the traceback
     armed[0] = False
+    assert not torch.equal(model.inp(X), model.inp(X))
     assert not torch.equal(model.inp.weight, model.inp.weight)
     assert not torch.equal(model(X), model(X))
     with mean(model):
         assert torch.equal(model.inp(X), model.inp(X))
+    for info in caught:  # and can still look into it
+        frame = info.tb
+        while frame.tb_next is not None:
+            frame = frame.tb_next
+        assert frame.tb_frame.f_locals["secret"]
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
@@ -395,16 +433,36 @@ def test_inference_mode_first():
     two.sum().backward()
 
 
-def test_unread_posteriors_are_drawn_once_per_block(monkeypatch: pytest.MonkeyPatch):
-    model = mlp()
-    model.unused = nn.Linear(4, 4).double()
-    unbayesify(model)
-    bayesify(model)
-    drawn = []
-    kind = type(model.unused.parametrizations.weight[0])
-    fill = kind.fill_noise
-    monkeypatch.setattr(kind, "fill_noise", lambda self, *args: (drawn.append(self.name), fill(self, *args)))
-    with sample(model, seed=1):
-        for _ in range(3):
-            model(X)
-    assert sorted(drawn) == sorted(name for name, _ in named_posteriors(model))
+def _by_data_attribute(parameters: list[Tensor]) -> None:
+    for p in parameters:
+        p.data.mul_(1.5)
+
+
+def _by_vector(parameters: list[Tensor]) -> None:
+    for factor in (2.0, 0.75):  # the second vector may lie where the weights lay at first
+        vector = factor * nn.utils.parameters_to_vector(parameters).detach()
+        nn.utils.vector_to_parameters(vector, parameters)
+
+
+@pytest.mark.parametrize("write", [_by_data_attribute, _by_vector])
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_pinned_theta_follows_writes_that_autograd_does_not_count(write, with_grad: bool):
+    models = [mlp(), mlp()]
+    with sample(models[0], seed=3), torch.set_grad_enabled(with_grad):
+        models[0](X)
+        write(list(models[0].parameters()))
+        found = models[0](X)
+    write(list(models[1].parameters()))
+    with sample(models[1], seed=3):
+        assert torch.equal(found, models[1](X))
+
+
+@pytest.mark.parametrize("method", ["vi", "vanilla"])
+def test_cached_parametrizations_are_refused(method: str):
+    model = bayesify(MLP().double(), method).eval()
+    message = r"is read inside torch.nn.utils.parametrize.cached\(\).*leave cached\(\) out"
+    with parametrize.cached(), pytest.raises(RuntimeError, match=message):
+        model(X)
+    with parametrize.cached(), pytest.raises(RuntimeError, match=message):
+        predict(model, X, samples=3)
+    model(X)

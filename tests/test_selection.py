@@ -6,7 +6,7 @@ from cases import MLP, Bare, Tied
 from torch import nn
 
 from bayesify import bayesify, named_posteriors
-from bayesify.selection import SelectionError, candidates
+from bayesify.model.selection import SelectionError, candidates
 
 
 def names(model: nn.Module) -> list[str]:
@@ -80,7 +80,7 @@ def test_a_pattern_without_a_match_names_the_closest(argument: str):
         ({"prior_sig": -1.0}, ValueError, "prior_sig of 'token' must be positive and finite, got -1.0"),
         ({"prior_sig": float("nan")}, ValueError, "must be positive and finite, got nan"),
         ({"prior_sig": float("inf")}, ValueError, "must be positive and finite, got inf"),
-        ({"prior_sig": "1"}, TypeError, "prior_sig must be a number or a mapping"),
+        ({"prior_sig": "1"}, TypeError, "prior_sig must be None, a number, or a mapping"),
         ({"prior_sig": {"out.*": -1}}, ValueError, "prior_sig of 'out.weight' must be positive"),
         ({"prior_mean": 0.0}, TypeError, "prior_mean must be None"),
         ({"prior_mean": "one"}, TypeError, "prior_mean must be None"),
@@ -145,9 +145,13 @@ def test_the_prior_mean_is_a_copy():
 
 
 def test_prior_scales_by_pattern():
+    torch.manual_seed(0)
     model = bayesify(MLP(), prior_sig={"out.*": 0.5, "*.bias": 2})
+    torch.manual_seed(0)
     found = {name: q.prior_sig for name, q in named_posteriors(model)}
-    assert found == {n: 0.5 if n.startswith("out") else 2.0 if "bias" in n else 1.0 for n in ALL}
+    own = {name: float(p.detach().square().mean().sqrt()) for name, p in MLP().named_parameters()}
+    exact = {n: 0.5 if n.startswith("out") else 2.0 if "bias" in n else own[n] for n in ALL}
+    assert found == pytest.approx(exact)
 
 
 class Act(nn.BatchNorm2d):

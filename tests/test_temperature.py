@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bayesify import metrics
-from bayesify.metrics import TemperatureError, fit_temperature
-from bayesify.temperature import tempered_probs
+from bayesify.quality.metrics import TemperatureError, fit_temperature
+from bayesify.quality.temperature import tempered_probs
 
 
 def overconfident(n=500, classes=4, samples=None, seed=0):

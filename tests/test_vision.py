@@ -1,6 +1,8 @@
 """timm and torchvision: heads, priors, transforms, batch statistics, and weights that are read in unusual ways."""
 
 import copy
+import functools
+import os
 
 import numpy as np
 import pytest
@@ -305,7 +307,9 @@ class Attended(nn.Module):
         return self.attention(x, x, x, need_weights=self.need_weights)[0]
 
 
-IMAGE, TOKENS = torch.randn(2, 4, 7, 7), torch.randn(2, 5, 8)
+RANDOM = torch.Generator().manual_seed(0)
+IMAGE, TOKENS = torch.randn(2, 4, 7, 7, generator=RANDOM), torch.randn(2, 5, 8, generator=RANDOM)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # weights with noise of size 1 take other kernels: their roundings, and no more
 READERS = {
     "MultiheadAttention": (lambda: Attended(True), TOKENS),
     "MultiheadAttention fused": (lambda: Attended(False), TOKENS),
@@ -338,7 +342,7 @@ def test_every_parameter_is_read_as_its_draw(reader, training):
         with torch.no_grad(), sample(model, seed=1):
             for other in posteriors.values():
                 other.rho.fill_(-1e4)
-            torch.testing.assert_close(first(model(x)), plain)  # fused kernels are another choice for another tensor
+            torch.testing.assert_close(first(model(x)), plain, **CLOSE)
             posterior.rho.copy_(spread[name])
             assert not torch.allclose(first(model(x)), plain), f"a large spread of {name} is seen"
 
@@ -354,7 +358,7 @@ def test_a_draw_is_the_plain_module_with_that_draw_as_its_weights(reader, traini
     plain = build().train(training)
     plain.load_state_dict(thetas, strict=False)
     with torch.no_grad():
-        torch.testing.assert_close(first(plain(x)), drawn)
+        torch.testing.assert_close(first(plain(x)), drawn, **CLOSE)
 
 
 def test_update_bn_needs_batches_for_every_sample():
@@ -396,3 +400,30 @@ def test_update_bn_takes_one_batch():
     update_bn(model, batch)
     update_bn(other, [batch])
     assert torch.equal(model[1].running_mean, other[1].running_mean)
+
+
+class Trap:
+    """What a pickle does when it is opened."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", [SMALL_TIMM, "shufflenet_v2_x0_5"])
+def test_a_weights_file_is_never_unpickled(name, tmp_path, monkeypatch):
+    # As releases of timm do that open files of their own accord.
+    real = timm.models._builder.load_state_dict
+    monkeypatch.setattr(timm.models._builder, "load_state_dict", functools.partial(real, weights_only=False))
+    torch.save({"state_dict": {}, "trap": Trap(tmp_path / "sprung")}, tmp_path / "weights.pth")
+    with pytest.raises(ValueError, match="does not fit"):
+        create_bayesian(name, pretrained=tmp_path / "weights.pth")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_weights_file_is_not_kept_in_memory(tmp_path):
+    torch.save(timm.create_model(SMALL_TIMM).state_dict(), tmp_path / "weights.pth")
+    model = create_bayesian(SMALL_TIMM, pretrained=tmp_path / "weights.pth").model
+    assert not any(isinstance(value, dict) for value in model.pretrained_cfg.values())

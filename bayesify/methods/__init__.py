@@ -1,10 +1,12 @@
 """The methods: one file each, with its options, its posterior and its formulas."""
 
-from bayesify.methods.base import Method
-from bayesify.methods.la import Laplace
+from bayesify.methods.ivon import IVON
+from bayesify.methods.laplace.method import Laplace
 from bayesify.methods.mc_dropout import MCDropout
-from bayesify.methods.sgld import SGLD
+from bayesify.methods.sgld.method import SGLD
+from bayesify.methods.swag import SWAG
 from bayesify.methods.vanilla import Vanilla
 from bayesify.methods.vi import VI
+from bayesify.model.method import Method
 
-__all__ = ["Laplace", "MCDropout", "Method", "SGLD", "VI", "Vanilla"]
+__all__ = ["IVON", "Laplace", "MCDropout", "Method", "SGLD", "SWAG", "VI", "Vanilla"]

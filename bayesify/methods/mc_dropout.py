@@ -1,27 +1,30 @@
 """MC-dropout on weights: each element is the trained value or falls back to the prior mean."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bayesify import noise as noises
-from bayesify.blocks import bits, blocks, blockwise, scratch
-from bayesify.methods.base import Method
-from bayesify.posteriors import Posterior, Prior, host, quadratic_energy, quadratic_pull
+from bayesify.engine import fusion
+from bayesify.engine.noise import Stream
+from bayesify.model.method import Tempered
+from bayesify.model.posteriors import Posterior, Prior
+from bayesify.model.quadratics import by_center, host, ordinary, quadratic_energy, quadratic_pull
 
 MEANS = ("kept", "expected")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MCDropout(Method):
+class MCDropout(Tempered):
     """Options of "mc_dropout".
 
     Attributes:
         p_drop: The probability p with which an element falls back to the prior mean.
-        kld: Factor of the penalty.
+        kld: Factor of the penalty. None is 1, or by the number of weights where `prior_sig` is None.
         bias: "spikymix" treats biases as the weights; "gaussian" gives them p = 0 (no dropout, the penalty without its
             factor 1 - p); "ignore" takes neither dropout nor penalty.
         mean: What mean mode is: "kept" is m, "expected" is (1-p) m + p theta0.
@@ -29,10 +32,11 @@ class MCDropout(Method):
     """
 
     name: ClassVar[str] = "mc_dropout"
+    tempers: ClassVar[str] = "kld"
     bias_treatments: ClassVar[tuple[str, ...]] = ("spikymix", "gaussian", "ignore")
 
     p_drop: float = 0.1
-    kld: float = 1.0
+    kld: float | None = None
     bias: str = "spikymix"
     mean: str = "kept"
 
@@ -41,7 +45,7 @@ class MCDropout(Method):
         self.check("p_drop", least=0)
         if self.p_drop >= 1:
             raise ValueError(f"p_drop must be in [0, 1), got {self.p_drop!r}")
-        self.check("kld", least=0)
+        self.check_optional("kld", least=0)
         if self.mean not in MEANS:
             raise ValueError(f"mean must be one of {list(MEANS)}, got {self.mean!r}")
 
@@ -57,14 +61,11 @@ class MCDropout(Method):
             expected=self.mean == "expected",
         )
 
-    def scale(self, num_data: float) -> float:
-        """Return kld/N."""
-        return self.kld / num_data
-
 
 class DropoutPosterior(Posterior):
     """theta = z m + (1-z) theta0 with z ~ Bernoulli(1-p), element by element."""
 
+    settings = (*Posterior.settings, "p_drop", "expected")
     neutral_noise = 1.0
 
     def __init__(
@@ -76,7 +77,7 @@ class DropoutPosterior(Posterior):
         self.random = p_drop > 0
 
     @property
-    def std(self) -> Tensor:
+    def own_std(self) -> Tensor:
         """sqrt(p (1-p)) |m - theta0|."""
         std = (self.original.detach() - self.prior_center).abs() * math.sqrt(self.p_drop * (1 - self.p_drop))
         if self.fixed_row is not None:
@@ -93,39 +94,29 @@ class DropoutPosterior(Posterior):
             mean = torch.where(rows == self.fixed_row, original, mean)
         return mean
 
-    def empty_noise(self) -> Tensor:
-        """Return an uninitialised mask."""
-        return torch.empty(self.shape, dtype=torch.bool, device=self.original.device)
+    def core(self, mean: Tensor) -> Tensor:
+        """Return m: a calibrated draw is m + f (1-z)(theta0 - m)."""
+        return mean
 
-    def fill_noise(self, out: Tensor, generator: torch.Generator) -> None:
-        """Fill a piece of the mask z."""
-        noises.keep_mask_(out, generator, self.p_drop)
+    def noise(self, stream: Stream) -> Tensor:
+        """Return the mask z."""
+        return stream.keep_mask(self.p_drop)
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return z m + (1-z) theta0."""
         return torch.where(noise, mean, self.prior_center)
 
-    def draw(self, mean: Tensor, noise: Tensor) -> Tensor:
-        """Compute `theta`, where it can be done by blocks: exactly, on the bits of m and theta0."""
-        center = self._block_center(mean, noise)
-        if center is None:
-            return self.theta(mean, noise)
+    def draw(self, mean: Tensor, seed: int) -> Tensor:
+        """Compute `theta`."""
+        center = self.center
+        if not fusion.fused(mean, *center.tensors):
+            return super().draw(mean, seed)
         theta = torch.empty_like(mean, requires_grad=False)
-
-        def kernel(m: Tensor, z: Tensor, out: Tensor, *theta0: Tensor) -> None:
-            m, z, out = bits(m), z.view(torch.int8), bits(out)
-            if theta0:
-                torch.bitwise_xor(m, bits(theta0[0]), out=out).mul_(z).bitwise_xor_(bits(theta0[0]))
-            else:
-                torch.mul(m, z, out=out)
-
-        blocks(kernel, mean, noise, theta, *center)
+        ins = (mean, *center.tensors)
+        fusion.run(CHOICES[center.given], self.stream(seed), ins, (theta,), center.numbers, p_drop=self.p_drop)
+        if self.fixed_row is not None:
+            theta[self.fixed_row] = mean[self.fixed_row]
         return theta
-
-    def _block_center(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
-        """Return theta0 for a kernel on blocks (nothing where it is zero), or None where no such kernel can run."""
-        center = () if self.zero_prior else (self.prior_center,)
-        return center if all(c.dim() for c in center) and blockwise(*tensors, *center) else None
 
     @property
     def precision(self) -> float:
@@ -136,31 +127,47 @@ class DropoutPosterior(Posterior):
         """Return (1-p)/(2 sigma^2) |m - theta0|^2."""
         return quadratic_energy(mean, self, self.precision, scale)
 
-    def pullback(
-        self, mean: Tensor, noise: Tensor | None, grad: Tensor | None, coef: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return grad * z + coef (1-p)/sigma^2 (m - theta0)."""
         if grad is None:
             return (quadratic_pull(mean, self, self.precision, None, coef),)
-        assert noise is not None
-        factor = None if coef is None or self.flat else host(coef) * self.precision
-        if isinstance(factor, float) and 1e-30 < abs(factor) < 1e30:
-            grad = grad.contiguous()
-            center = self._block_center(mean, noise, grad)
-            if center is not None:
-                return (self._block_pullback(mean, noise, grad, factor, center),)
-        return (quadratic_pull(mean, self, self.precision, torch.where(noise, grad, 0), coef),)
+        factor = 0.0 if coef is None or self.flat else host(coef) * self.precision
+        center, whole = self.center, grad.contiguous()
+        fits = isinstance(factor, float) and (factor == 0 or ordinary(factor))  # a look at a tensor would wait for it
+        if fits and self.random and fusion.fused(mean, whole, *center.tensors):
+            out = torch.empty_like(mean, requires_grad=False)
+            ins, par = (whole, mean, *center.tensors), (float(factor), *center.numbers)
+            fusion.run(MASKED_PULLS[center.given], self.stream(seed), ins, (out,), par, p_drop=self.p_drop)
+            if self.fixed_row is not None:
+                row = self.fixed_row
+                out[row] = grad[row] + factor * (mean.detach()[row] - self.prior_mean[row])
+            return (out,)
+        kept = torch.where(self.noise_of(seed), grad, 0) if self.random else grad
+        return (quadratic_pull(mean, self, self.precision, kept, coef),)
 
-    def _block_pullback(
-        self, mean: Tensor, noise: Tensor, grad: Tensor, factor: float, center: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Compute `pullback` block by block."""
-        grad_mean = torch.empty_like(mean, requires_grad=False)
 
-        def kernel(m: Tensor, z: Tensor, g: Tensor, out: Tensor, *theta0: Tensor) -> None:
-            kept = scratch(g)
-            torch.mul(bits(g), z.view(torch.int8), out=bits(kept))
-            torch.add(kept, torch.sub(m, theta0[0], out=out) if theta0 else m, alpha=factor, out=out)
+# -- formulas of one element -------------------------------------------------------------------------------------------
 
-        blocks(kernel, mean, noise, grad, grad_mean, *center)
-        return grad_mean
+
+def _choice(center: Callable[..., Any]) -> Callable[..., Any]:
+    """Return z m + (1-z) theta0."""
+
+    def choice(i: Any, z: Any, ins: Any, outs: Any, par: Any) -> None:
+        m, c = ins[0][i], center(i, ins, par)  # both are read, so that the choice needs no branch
+        outs[0][i] = m if z else c
+
+    return choice
+
+
+def _masked_pull(center: Callable[..., Any]) -> Callable[..., Any]:
+    """Return z g + factor (m - theta0)."""
+
+    def masked_pull(i: Any, z: Any, ins: Any, outs: Any, par: Any) -> None:
+        g = ins[0][i]
+        outs[0][i] = (g if z else ZERO) + par[0] * (ins[1][i] - center(i, ins, par))
+
+    return masked_pull
+
+
+ZERO = np.float32(0)
+CHOICES, MASKED_PULLS = by_center(_choice), by_center(_masked_pull)

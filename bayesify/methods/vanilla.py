@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from bayesify.methods.base import Method
-from bayesify.posteriors import Posterior, Prior, quadratic_energy, quadratic_pull
+from bayesify.model.method import Method
+from bayesify.model.posteriors import Posterior, Prior
+from bayesify.model.quadratics import quadratic_energy, quadratic_pull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Vanilla(Method):
 class VanillaPosterior(Posterior):
     """A point: every sample is the parameter itself."""
 
+    settings = (*Posterior.settings, "wd")
     stochastic = False
     random = False
 
@@ -59,8 +61,6 @@ class VanillaPosterior(Posterior):
         """Return wd/2 |theta - theta0|^2."""
         return quadratic_energy(mean, self, self.wd, scale)
 
-    def pullback(
-        self, mean: Tensor, noise: Tensor | None, grad: Tensor | None, coef: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return grad + coef * wd (theta - theta0)."""
         return (quadratic_pull(mean, self, self.wd, grad, coef),)

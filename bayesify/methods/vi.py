@@ -2,58 +2,84 @@
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.blocks import blocks, blockwise, scratch
-from bayesify.methods.base import Method
-from bayesify.posteriors import (
+from bayesify.engine import elements, fusion
+from bayesify.methods.natural import RATE, natural_gradients
+from bayesify.model.method import Tempered
+from bayesify.model.posteriors import Posterior, Prior
+from bayesify.model.quadratics import (
     Factor,
-    Posterior,
-    Prior,
     axpy_,
+    by_center,
     host,
+    ordinary,
     quadratic_energy,
     quadratic_pull,
     state_dtype,
+    wide,
 )
+from bayesify.model.scales import START
 
 CLAMP_MIN = 1e-8
-EXP_MAX = 80.0  # exp of more leaves float32
 
 
 class Link(NamedTuple):
-    """A positive link s = g(rho), and the same for blocks without gradients, in given memory.
+    """A positive link s = g(rho), for tensors and for one element.
 
     Attributes:
         std: g.
         slope: g', of (rho, s).
         log_std: log s, of (rho, s).
         inverse: The rho of an s.
-        block_std: g, of (rho, out); in `out`, or rho itself where it is s already.
-        block_slope: g', of (rho, s, out), or None where it is 1 everywhere.
-        block_log: The sum of log s, of (rho, s, scratch).
+        formulas: Its `Formulas`.
     """
 
     std: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor], Tensor]
     log_std: Callable[[Tensor, Tensor], Tensor]
     inverse: Callable[[float], float]
-    block_std: Callable[[Tensor, Tensor], Tensor]
-    block_slope: Callable[[Tensor, Tensor, Tensor], Tensor | None]
-    block_log: Callable[[Tensor, Tensor, Tensor], Tensor]
+    formulas: "Formulas"
 
 
-def _block_softplus(rho: Tensor, out: Tensor) -> Tensor:
-    """Return log(1 + exp(rho)): faster than torch's own, which looks at every element's size."""
-    if rho.amax() < EXP_MAX:
-        return torch.log1p(torch.exp(rho, out=out), out=out)
-    return F.softplus(rho, out=out)  # type: ignore[call-arg]
+class Formulas(NamedTuple):
+    """What is done with one element, in one pass; `pull` and `terms` for either kind of prior mean."""
+
+    draw: Callable[..., Any]
+    pull: tuple[Callable[..., Any], ...]
+    terms: tuple[Callable[..., Any], ...]
+
+
+def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Callable[..., Any]) -> Formulas:
+    """Write the formulas for a link g = std(rho), g' = slope(rho, s), log g = log_std(rho, s)."""
+
+    def draw(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
+        outs[0][i] = ins[0][i] + eps * std(ins[1][i])
+
+    def make_pull(center: Callable[..., Any]) -> Callable[..., Any]:
+        def pull(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
+            g, rho = ins[0][i], ins[2][i]
+            s = std(rho)
+            outs[0][i] = g + par[0] * (ins[1][i] - center(i, ins, par))
+            outs[1][i] = (g * eps + par[0] * s - par[1] / s) * slope(rho, s)
+
+        return pull
+
+    def make_terms(center: Callable[..., Any]) -> Callable[..., Any]:
+        def terms(i: Any, ins: Any, par: Any) -> Any:
+            away, rho = ins[0][i] - center(i, ins, par), ins[1][i]
+            s = std(rho)
+            return away * away, s * s, log_std(rho, s)
+
+        return terms
+
+    return Formulas(draw, by_center(make_pull), by_center(make_terms))
 
 
 def _clamp(rho: Tensor) -> Tensor:
@@ -61,19 +87,29 @@ def _clamp(rho: Tensor) -> Tensor:
     return torch.where(rho < CLAMP_MIN, CLAMP_MIN + (rho - rho.detach()), rho)
 
 
-def _block_clamp(rho: Tensor, out: Tensor) -> Tensor:
-    """Return max(rho, 1e-8); no pass is needed where all of rho is above."""
-    return rho if rho.amin() >= CLAMP_MIN else torch.clamp(rho, min=CLAMP_MIN, out=out)
+def _clamp_element(rho: Any) -> Any:
+    floor = elements.like(CLAMP_MIN, rho)
+    return floor if rho < floor else rho
 
 
-def _block_sum_log(rho: Tensor, s: Tensor, scratch: Tensor) -> Tensor:
-    """Return the sum of log s; of many by the logs of products of four, where float32 holds these."""
-    quarter = s.numel() // 4
-    if quarter > 1000:
-        product = torch.prod(s[: 4 * quarter].view(4, quarter), dim=0)
-        if product.amin() > 1e-37 and product.amax() < torch.inf:
-            return product.log_().sum() + s[4 * quarter :].log().sum()
-    return torch.log(s, out=scratch).sum()  # s = 0 is a point, with an infinite penalty
+def _one_element(rho: Any, s: Any) -> Any:
+    return elements.ONE
+
+
+def _sigmoid_element(rho: Any, s: Any) -> Any:
+    return elements.sigmoid(rho)
+
+
+def _log_element(rho: Any, s: Any) -> Any:
+    return elements.log(s)
+
+
+def _s_element(rho: Any, s: Any) -> Any:
+    return s
+
+
+def _rho_element(rho: Any, s: Any) -> Any:
+    return rho
 
 
 LINKS = {
@@ -82,50 +118,49 @@ LINKS = {
         slope=lambda rho, s: torch.sigmoid(rho),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: s + math.log(-math.expm1(-s)),
-        block_std=_block_softplus,
-        block_slope=lambda rho, s, out: torch.sigmoid(rho, out=out),
-        block_log=_block_sum_log,
+        formulas=_formulas(elements.softplus, _sigmoid_element, _log_element),
     ),
     "exp": Link(
         std=torch.exp,
         slope=lambda rho, s: s,
         log_std=lambda rho, s: rho,
         inverse=math.log,
-        block_std=lambda rho, out: torch.exp(rho, out=out),
-        block_slope=lambda rho, s, out: s,
-        block_log=lambda rho, s, scratch: rho.sum(),
+        formulas=_formulas(elements.exp, _s_element, _rho_element),
     ),
     "clamp": Link(
         std=_clamp,
         slope=lambda rho, s: torch.ones_like(rho),
         log_std=lambda rho, s: s.log(),
         inverse=lambda s: max(s, CLAMP_MIN),
-        block_std=_block_clamp,
-        block_slope=lambda rho, s, out: None,
-        block_log=_block_sum_log,
+        formulas=_formulas(_clamp_element, _one_element, _log_element),
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class VI(Method):
+class VI(Tempered):
     """Options of "vi".
 
     Attributes:
         link: How the free parameter rho becomes s > 0: "softplus", "exp", or "clamp" (max(rho, 1e-8), whose
             gradient passes through).
-        init_sig: Where s starts; None is min(1e-3, prior_sig/10).
-        kld: Factor of the KL term.
+        init_sig: Where s starts; None is min(1e-3, prior_sig/10), or START (0.3 %) of the
+            prior's scale where `prior_sig` is None.
+        kld: Factor of the KL term. None is 1, or by the number of weights where `prior_sig` is None.
+        natural: Whether s follows the curvature by natural steps (`bayesify.methods.natural`), which a short training
+            needs, instead of its plain gradient. None: where `prior_sig` is None, and the link is not "clamp".
         bias: "informative" treats biases as the weights; "uninformative" drops their KL term.
         nst: Samples at prediction.
     """
 
     name: ClassVar[str] = "vi"
+    tempers: ClassVar[str] = "kld"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
 
     link: str = "softplus"
     init_sig: float | None = None
-    kld: float = 1.0
+    natural: bool | None = None
+    kld: float | None = None
     bias: str = "informative"
 
     def __post_init__(self) -> None:
@@ -134,18 +169,34 @@ class VI(Method):
             raise ValueError(f"link must be one of {list(LINKS)}, got {self.link!r}")
         if self.init_sig is not None:
             self.check("init_sig", above=0)
-        self.check("kld", least=0)
+        self.check_optional("kld", least=0)
+        if self.natural and self.link == "clamp":
+            raise ValueError(
+                "natural steps change s by a factor, which the link 'clamp' cannot; use 'exp' or 'softplus'"
+            )
+
+    def settled(self, *, relative: bool, weights: int) -> "VI":
+        """Temper by the number of weights and take natural steps where the prior is relative."""
+        settled = super().settled(relative=relative, weights=weights)
+        assert isinstance(settled, VI)
+        natural = relative and self.link != "clamp" if self.natural is None else self.natural
+        return replace(settled, natural=natural)
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
-        init_sig = min(1e-3, prior.sig / 10) if self.init_sig is None else self.init_sig
+        start = START * prior.sig if prior.relative else min(1e-3, prior.sig / 10)
+        init_sig = start if self.init_sig is None else self.init_sig
         flat = prior.is_bias and self.bias == "uninformative"
         _warn_if_drowned(param, init_sig)
-        return VIPosterior(param, prior, flat=flat, fixed_row=fixed_row, link=self.link, init_sig=init_sig)
+        posterior = VIPosterior(param, prior, flat=flat, fixed_row=fixed_row, link=self.link, init_sig=init_sig)
+        if self.natural:
+            posterior.follow_curvature()
+        return posterior
 
-    def scale(self, num_data: float) -> float:
-        """Return kld/N."""
-        return self.kld / num_data
+    def before_step(self, posteriors: Sequence[Posterior]) -> None:
+        """Turn the gradients of the spreads into natural ones."""
+        if self.natural:
+            natural_gradients([p for p in posteriors if isinstance(p, VIPosterior)])
 
 
 def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
@@ -167,6 +218,11 @@ def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
 class VIPosterior(Posterior):
     """theta = m + eps * s with s = g(rho) and eps ~ N(0, 1)."""
 
+    cost: Tensor
+    power: Tensor
+
+    settings = (*Posterior.settings, "link")
+
     def __init__(
         self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, link: str, init_sig: float
     ) -> None:
@@ -174,14 +230,29 @@ class VIPosterior(Posterior):
         self.link = link
         rho = LINKS[link].inverse(init_sig)
         self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
-        self._sums: Sums | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes over: not the sums, which belong to this rho."""
-        return {**self.__dict__, "_sums": None}
+    def follow_curvature(self) -> None:
+        """Keep the running means of natural steps, and give the spread a learning rate of its own."""
+        self.rate = RATE
+        for name in ("cost", "power"):
+            self.register_buffer(name, torch.zeros((), dtype=self.rho.dtype, device=self.rho.device))
+
+    def spread_and_unit(self) -> tuple[Tensor, Tensor]:
+        """Return s and d rho / d log s = s/g'(rho)."""
+        rho, link = self.rho.detach(), LINKS[self.link]
+        s = link.std(rho)
+        return s, s / link.slope(rho, s)
+
+    def check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Raise unless one tensor of a stored state fits; the running sums are numbers."""
+        if name in ("cost", "power"):
+            if tensor.dim() or not bool(tensor.isfinite()):
+                raise ValueError(f"{name} is no finite number")
+        else:
+            super().check_tensor(name, tensor)
 
     @property
-    def std(self) -> Tensor:
+    def own_std(self) -> Tensor:
         """The posterior's s = g(rho)."""
         std = LINKS[self.link].std(self.rho.detach())
         if self.fixed_row is not None:
@@ -197,33 +268,15 @@ class VIPosterior(Posterior):
         """Return m + eps * g(rho)."""
         return torch.addcmul(mean.to(noise.dtype), noise, LINKS[self.link].std(self.rho)).to(mean.dtype)
 
-    def draw(self, mean: Tensor, noise: Tensor) -> Tensor:
-        """Compute `theta` and, in training, the sums over s that the penalty of this step needs."""
-        rho, link = self.rho.detach(), LINKS[self.link]
-        keep = self.training and not self.flat
-        if not (blockwise(mean, rho, noise) and self._ordinary(1.0)):
-            s = link.std(rho)
-            self._sums = self._sums_of(rho, s) if keep else None
-            return torch.addcmul(mean.to(s.dtype), noise, s).to(mean.dtype)
+    def draw(self, mean: Tensor, seed: int) -> Tensor:
+        """Compute `theta`."""
+        if not fusion.fused(mean, self.rho):
+            return super().draw(mean, seed)
         theta = torch.empty_like(mean, requires_grad=False)
-        logs: list[Tensor] = []
-        squares: list[Tensor] = []
-
-        def kernel(m: Tensor, r: Tensor, eps: Tensor, out: Tensor) -> None:
-            s = link.block_std(r, scratch(r))
-            if keep:
-                logs.append(link.block_log(r, s, out))
-                squares.append(torch.mul(s, s, out=out).sum())
-            torch.addcmul(m, eps, s, out=out)
-
-        blocks(kernel, mean, rho, noise, theta)
-        if keep:
-            self._sums = self._sums_without_row(rho, rho.numel(), math.fsum(logs), math.fsum(squares))
+        fusion.run(LINKS[self.link].formulas.draw, self.stream(seed), (mean, self.rho), (theta,))
+        if self.fixed_row is not None:
+            theta[self.fixed_row] = mean[self.fixed_row]
         return theta
-
-    def _ordinary(self, coef: float) -> bool:
-        """Tell whether float32 holds everything on the way: the prior's scale and the factors of its gradient."""
-        return 1e-15 < self.prior_sig < 1e15 and 1e-30 < abs(coef) < 1e30 and 1e-30 < abs(coef) * self.precision < 1e30
 
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)).
@@ -231,50 +284,47 @@ class VIPosterior(Posterior):
         sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
         """
         if self.flat:
-            return mean.new_zeros((), dtype=torch.float64)
-        sums = self._sums
-        if sums is None or torch.is_grad_enabled() or sums.rho is not self.rho or sums.version != self.rho._version:
-            sums = self._sums_of(self.rho, LINKS[self.link].std(self.rho))
-        spread = sums.numel * (math.log(self.prior_sig) - 0.5) - sums.logs
-        square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * sums.squares
-        return quadratic_energy(mean, self, self.precision, scale) + square + scale * spread
+            return mean.new_zeros((), dtype=wide(mean))
+        factor, center, link = scale / 2 * self.precision, self.center, LINKS[self.link]
+        if not torch.is_grad_enabled() and ordinary(factor) and fusion.fused(mean, self.rho, *center.tensors):
+            ins = (mean, self.rho, *center.tensors)
+            away, squares, logs = fusion.total(link.formulas.terms[center.given], ins, center.numbers)
+            row = self._row_sums()
+            spread = (self.rho.numel() - row.numel) * (math.log(self.prior_sig) - 0.5) - (logs - float(row.logs))
+            return mean.new_tensor(factor * (away + squares - float(row.squares)) + scale * spread, dtype=torch.float64)
+        s, row = link.std(self.rho), self._row_sums()
+        logs_all = link.log_std(self.rho, s).to(wide(s)).sum() - row.logs
+        squares_all = s.to(wide(s)).square().sum() - row.squares
+        spread_all = (s.numel() - row.numel) * (math.log(self.prior_sig) - 0.5) - logs_all
+        square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * squares_all
+        return quadratic_energy(mean, self, self.precision, scale) + square + scale * spread_all
 
-    def _sums_of(self, rho: Tensor, s: Tensor) -> "Sums":
-        """Return the sums over the elements that are random: of log s and of s^2."""
-        logs = LINKS[self.link].log_std(rho, s)
-        return self._sums_without_row(rho, rho.numel(), logs.double().sum(), s.double().square().sum())
-
-    def _sums_without_row(self, rho: Tensor, numel: int, logs: Factor, squares: Factor) -> "Sums":
-        """Take the fixed row, which is not random, away from sums over all elements."""
-        if self.fixed_row is not None:
-            row = rho[self.fixed_row]
-            s = LINKS[self.link].std(row)
-            numel -= row.numel()
-            logs = logs - LINKS[self.link].log_std(row, s).double().sum()
-            squares = squares - s.double().square().sum()
-        return Sums(self.rho, self.rho._version, numel, logs, squares)
+    def _row_sums(self) -> "Sums":
+        """Return the sums over the fixed row, which is not random: to be taken away from those over all elements."""
+        if self.fixed_row is None:
+            return Sums(0, 0.0, 0.0)
+        row, link = self.rho[self.fixed_row], LINKS[self.link]
+        s = link.std(row)
+        return Sums(row.numel(), link.log_std(row, s).to(wide(s)).sum(), s.to(wide(s)).square().sum())
 
     @property
     def precision(self) -> float:
         """1/sigma^2."""
         return 1 / self.prior_sig / self.prior_sig
 
-    def pullback(
-        self, mean: Tensor, noise: Tensor | None, grad: Tensor | None, coef: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients for m and rho.
 
         m: grad + coef (m - theta0)/sigma^2; rho: (grad * eps + coef (s/sigma^2 - 1/s)) * ds/drho.
         """
         factor = None if coef is None or self.flat else host(coef)
-        if grad is not None and noise is not None and isinstance(factor, float) and self._ordinary(factor):
-            grad = grad.contiguous()
-            center = () if self.prior_center.dim() == 0 else (self.prior_center,)
-            if blockwise(mean, self.rho, noise, grad, *center):
-                return self._block_pullback(mean, noise, grad, factor, center)
+        if grad is not None:
+            done = self._fused_pullback(mean, seed, grad, 0.0 if factor is None else factor)
+            if done is not None:
+                return done
         rho, link = self.rho.detach(), LINKS[self.link]
         s = link.std(rho)
-        out = torch.zeros_like(rho) if grad is None or noise is None else noise * grad
+        out = torch.zeros_like(rho) if grad is None else self.noise_of(seed) * grad
         if factor is not None:
             axpy_(out, s, factor * self.precision)
             axpy_(out, s.reciprocal(), -factor)
@@ -283,34 +333,23 @@ class VIPosterior(Posterior):
             out[self.fixed_row] = 0
         return quadratic_pull(mean, self, self.precision, grad, coef), out
 
-    def _block_pullback(
-        self, mean: Tensor, noise: Tensor, grad: Tensor, c: float, center: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute `pullback` block by block; the gradient of rho takes the memory of the noise."""
-        link, factor = LINKS[self.link], c * self.precision
-        constant = 0.0 if center else float(self.prior_center)
-        grad_mean, one = torch.empty_like(mean, requires_grad=False), mean.new_ones(())
-
-        def kernel(m: Tensor, r: Tensor, eps: Tensor, g: Tensor, out: Tensor, *theta0: Tensor) -> None:
-            s = link.block_std(r, scratch(r))
-            eps.mul_(g).add_(s, alpha=factor).addcdiv_(one, s, value=-c)
-            slope = link.block_slope(r, s, out)
-            if slope is not None:
-                eps.mul_(slope)
-            away = torch.sub(m, theta0[0] if theta0 else constant, out=out) if theta0 or constant else m
-            torch.add(g, away, alpha=factor, out=out)
-
-        blocks(kernel, mean, self.rho, noise, grad, grad_mean, *center)
+    def _fused_pullback(self, mean: Tensor, seed: int, grad: Tensor, c: Factor) -> tuple[Tensor, Tensor] | None:
+        """Compute `pullback` in one pass, where that can be done and float32 holds its factors."""
+        factor, center, whole = c * self.precision, self.center, grad.contiguous()
+        fits = isinstance(c, float) and (c == 0 or (ordinary(c) and ordinary(factor)))  # a look at a tensor would wait
+        if not fits or not fusion.fused(mean, self.rho, whole, *center.tensors):
+            return None
+        out, out_rho = (torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
+        ins, par = (whole, mean, self.rho, *center.tensors), (float(factor), float(c), *center.numbers)
+        fusion.run(LINKS[self.link].formulas.pull[center.given], self.stream(seed), ins, (out, out_rho), par)
         if self.fixed_row is not None:
-            noise[self.fixed_row] = 0
-        return grad_mean, noise
+            out_rho[self.fixed_row] = 0
+        return out, out_rho
 
 
 class Sums(NamedTuple):
-    """Sums over a posterior's s, with the rho that they belong to and its version then."""
+    """How many elements, the sum of log s and that of s^2."""
 
-    rho: Tensor
-    version: int
     numel: int
     logs: Factor
     squares: Factor

@@ -1,0 +1,8 @@
+"""Run the command line: `python -m bayesify`."""
+
+import sys
+
+from bayesify.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

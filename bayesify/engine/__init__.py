@@ -1,0 +1,1 @@
+"""The engine: noise, elementwise work and threads; knows tensors, not models."""

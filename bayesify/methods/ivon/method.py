@@ -1,0 +1,141 @@
+"""IVON: variational inference by an online Newton method, at about the cost of Adam.
+
+The optimizer (`bayesify.IVON`) keeps the curvature h where Adam keeps squared gradients, and the posterior's spread
+follows from it: no parameter for the spread, no second gradient, no array of noise.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesify.model.method import Tempered
+from bayesify.model.posteriors import Posterior, Prior, state_dtype
+from bayesify.model.quadratics import wide
+from bayesify.model.scales import START
+
+
+@dataclass(frozen=True, kw_only=True)
+class IVON(Tempered):
+    """Options of "ivon".
+
+    Attributes:
+        Ninflate: The data counts as if each item were there this many times; the posterior is that much narrower. None
+            is 1, or by the number of weights where `prior_sig` is None.
+        init_sig: The spread before the first steps; None is min(1e-3, prior_sig/10), or START of the prior's scale
+            where `prior_sig` is None.
+        bias: "informative" treats biases as the weights.
+        nst: Samples at prediction.
+    """
+
+    name: ClassVar[str] = "ivon"
+    tempers: ClassVar[str] = "Ninflate"
+    optimizer: ClassVar[str] = "IVON"
+    bias_treatments: ClassVar[tuple[str, ...]] = ("informative",)
+
+    Ninflate: float | None = None
+    init_sig: float | None = None
+    bias: str = "informative"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_optional("Ninflate", "init_sig", above=0)
+
+    def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
+        """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
+        start = START * prior.sig if prior.relative else min(1e-3, prior.sig / 10)
+        return IVONPosterior(param, prior, fixed_row=fixed_row, init_sig=self.init_sig or start)
+
+
+class IVONPosterior(Posterior):
+    """theta = m + s eps with s^2 = 1/(lambda (h + delta)), lambda = N Ninflate and delta = 1/(lambda sigma^2).
+
+    The buffer `h` is there once an optimizer is; before it s is `init_sig`.
+    """
+
+    results = ("strength",)
+    strength: float | None = None
+    """lambda, which the optimizer knows."""
+    h: Tensor | None
+
+    def __init__(self, param: Tensor, prior: Prior, *, fixed_row: int | None, init_sig: float) -> None:
+        super().__init__(param, prior, fixed_row=fixed_row)
+        self.init_sig = init_sig
+        self.register_buffer("h", None)
+
+    @property
+    def delta(self) -> float:
+        """1/(lambda sigma^2): the prior's curvature, in units of the mean loss."""
+        assert self.strength is not None
+        return 1 / (self.strength * self.prior_sig**2)
+
+    def begin(self, strength: float) -> None:
+        """Take over lambda, and the curvature that the present spread stands for: h = 1/(lambda s^2) - delta."""
+        if self.h is not None and self.strength == strength:
+            return  # a run that goes on
+        s = self.own_std if self.fixed_row is None or self.h is not None else None
+        self.strength = strength
+        if s is None or self.h is None:
+            value = max(1 / (strength * self.init_sig**2) - self.delta, 0.0)
+            self.h = torch.full(self.shape, value, dtype=state_dtype(self.original), device=self.original.device)
+        else:
+            self.h = (1 / (strength * s.square()) - self.delta).clamp_(min=0)
+
+    def spread(self) -> Tensor:
+        """Return s = 1/sqrt(lambda (h + delta))."""
+        if self.h is None or self.strength is None:
+            return torch.full(self.shape, self.init_sig, dtype=state_dtype(self.original), device=self.original.device)
+        return (self.h + self.delta).mul_(self.strength).rsqrt_()
+
+    @property
+    def own_std(self) -> Tensor:
+        """The spread s; 0 in a fixed row."""
+        s = self.spread()
+        if self.fixed_row is not None:
+            s[self.fixed_row] = 0
+        return s
+
+    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+        """Return m + s eps; its gradient passes to the mean as it is."""
+        return torch.addcmul(mean.to(noise.dtype), noise, self.spread().to(noise.dtype)).to(mean.dtype)
+
+    def energy(self, mean: Tensor, scale: float) -> Tensor:
+        """Return KL(N(m, s^2) || N(theta0, sigma^2)), a value without a gradient: the optimizer's step has the prior.
+
+        sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
+        """
+        if self.strength is not None and not math.isclose(scale * self.strength, 1, rel_tol=1e-6):
+            raise ValueError(
+                f"the optimizer IVON counts {self.strength * scale:.6g} times the data that penalty does; give both "
+                "the same num_data, the size of the training set"
+            )
+        mean, s = mean.detach(), self.spread()
+        away = (mean - self.prior_center).to(wide(s)).square().sum()
+        if self.fixed_row is not None:
+            keep = torch.arange(len(s), device=s.device) != self.fixed_row
+            s = s[keep]
+        s = s.to(wide(s)) / self.prior_sig
+        return scale * ((s.square() - 1).sum() / 2 - s.log().sum() + away / (2 * self.prior_sig**2))
+
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient at theta, as it is."""
+        return (grad,)
+
+    def check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Raise unless the curvature is not negative beyond the prior's."""
+        super().check_tensor(name, tensor)
+        if name == "h" and bool((tensor < 0).any()):
+            raise ValueError("h is negative")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Make room for a curvature that a state dict holds."""
+        held = state_dict.get(prefix + "h")
+        self._buffers["h"] = None if held is None else torch.zeros_like(held, device=self.prior_center.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over the tensors of `state()`; a curvature that it lacks is forgotten."""
+        self._buffers["h"] = None
+        super().load_state(state)

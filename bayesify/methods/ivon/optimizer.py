@@ -1,0 +1,203 @@
+"""The optimizer of method "ivon": one theta per step, a curvature per weight, and the prior in the step."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.engine import noise as noises
+from bayesify.methods.ivon.method import IVONPosterior
+from bayesify.model.quadratics import wide
+from bayesify.model.scopes import Scope
+from bayesify.model.seeds import shared_seed
+from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
+
+RUN = "run"
+WARM = 10  # steps whose noise tells the size of the curvature and how much it scatters
+STEADY = 0.1  # what the squared term may add to the curvature, relative to it
+FASTEST = 0.01  # the largest 1 - b2 that is chosen
+
+
+class IVON(torch.optim.Optimizer):
+    """The optimizer of method "ivon".
+
+    With g^ the gradient at theta = m + s eps, t the step and h^ = g^ (theta - m)/s^2 = g^ eps/s:
+
+    g <- b1 g + (1-b1) g^;  h <- b2 h + (1-b2) h^ + (1-b2)^2 (h - h^)^2 / (2 (h + delta));
+    m <- m - lr (h0 + delta) (g/(1-b1^t) + delta (m - theta0)) / (h + delta).
+
+    The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. h0 is
+    found in the first ten steps: one number for all tensors in units of their priors, by the sum of g^ eps s. One theta
+    serves a whole step, on all processes, and however many batches its gradient is accumulated over. The prior is in
+    the step: `penalty` adds its value, and no gradient.
+
+    Args:
+        model: A model bayesified with "ivon", or a module that contains some.
+        lr: A learning rate as for SGD, or groups of `param_groups`.
+        num_data: The size of the training set.
+        betas: b1, and b2 or None: 1 - b2 is then at most 0.01, and so small that the scatter of h^ in the first steps
+            adds no more than a tenth to h by its square.
+        clip: The largest change of an element in units of lr, or None.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import IVON, bayesify, penalty, predict
+        >>> model, x = bayesify(torch.nn.Linear(3, 1), "ivon"), torch.randn(8, 3)
+        >>> optimizer = IVON(model, lr=0.1, num_data=8)
+        >>> for _ in range(5):
+        ...     optimizer.zero_grad()
+        ...     (model(x).square().mean() + penalty(model, num_data=8)).backward()
+        ...     optimizer.step()
+        >>> predict(model, x, samples=5, task="regression").mean.shape
+        torch.Size([8, 1])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | list[dict[str, Any]],
+        *,
+        num_data: float,
+        betas: tuple[float, float | None] = (0.9, None),
+        clip: float | None = None,
+    ) -> None:
+        check_num_data(num_data)
+        first, second = betas
+        if not 0 <= first < 1 or not (second is None or 0 <= second < 1):
+            raise ValueError(f"betas must be two numbers in [0, 1), the second one or None, got {betas!r}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be a positive number or None, got {clip!r}")
+        if not isinstance(lr, (list, tuple)) and not (isinstance(lr, (int, float)) and 0 < lr < math.inf):
+            raise ValueError(f"lr must be a positive number or groups of param_groups, got {lr!r}")
+        self._own = list(_posteriors(model))
+        self._scopes = scopes_of(model)
+        groups = list(lr) if isinstance(lr, (list, tuple)) else [{"params": list(model.parameters()), "lr": lr}]
+        super().__init__(groups, {"lr": 0.0, "beta": first})
+        self.clip, self.second = clip, second
+        for posterior, scope in self._own:
+            posterior.begin(1 / scope.method.scale(num_data))
+        run = {"seed": shared_seed(), "step": 0, "costs": [], "scatter": 0.0, "keep": second}
+        self.state[RUN] = run  # type: ignore[index]
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the models which theta the next step is taken at."""
+        run: dict[str, Any] = self.state[RUN]  # type: ignore[index]
+        for i, scope in enumerate(self._scopes):
+            scope.step_seed = (noises.mix(run["seed"], i) + run["step"]) % 2**63
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a run: its seed, its step and its momentum."""
+        if RUN not in state_dict["state"]:
+            raise ValueError("this is not the state of an IVON run; give what IVON.state_dict() returned")
+        super().load_state_dict(state_dict)
+        self._announce()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move the posterior by one step.
+
+        Args:
+            closure: Computes the loss and its gradients again, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        run: dict[str, Any] = {**self.state[RUN], "step": self.state[RUN]["step"] + 1}  # type: ignore[index]
+        own = {id(p.original): (p, scope) for p, scope in self._own}
+        if run["step"] <= WARM and self.second is None:
+            self._look(run)
+        rate = 1 - (run["keep"] if run["keep"] is not None else 1 - FASTEST)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._move(param, group, run["step"], rate, *own.get(id(param), (None, None)))
+        self.state[RUN] = run  # type: ignore[index]
+        self._announce()
+        return loss
+
+    def _look(self, run: dict[str, Any]) -> None:
+        """Learn from one of the first steps how large the curvature is, and how far its estimates scatter.
+
+        In units of the priors, h sigma^2: sum g^ eps s over sum (s/sigma)^2 is its mean over all weights.
+        """
+        cost = units = scatter = count = 0.0
+        for posterior, scope in self._own:
+            grad = posterior.original.grad
+            if grad is None:
+                continue
+            s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
+            cost += float((grad * eps * s).sum(dtype=wide(s)))
+            units += float((s / posterior.prior_sig).square().sum(dtype=wide(s)))
+            scatter += float((grad * eps / s * posterior.prior_sig**2).square().sum(dtype=wide(s)))
+            count += grad.numel()
+        if not count:
+            return
+        run["costs"] = [*run["costs"], cost / units]
+        run["scatter"] += scatter / count / WARM
+        if run["step"] < WARM:
+            return
+        costs = torch.tensor(run["costs"], dtype=torch.float64)
+        # Two standard errors above: a spread that is too small costs nothing, one that is too large the model.
+        curvature = max(float(costs.mean() + 2 * costs.std() / math.sqrt(len(costs))), 0.0)
+        for posterior, _ in self._own:
+            if posterior.h is not None and "start" in self.state.get(posterior.original, {}):
+                self.state[posterior.original]["start"] = curvature / posterior.prior_sig**2
+                posterior.h.fill_(curvature / posterior.prior_sig**2)
+        strength = self._own[0][0].strength
+        assert strength is not None
+        relative = run["scatter"] / (curvature + 1 / strength) ** 2
+        run["keep"] = 1 - min(FASTEST, 2 * STEADY / max(relative, 1e-12))
+
+    def _move(self, param: Tensor, group: dict[str, Any], step: int, rate: float, posterior: Any, scope: Any) -> None:
+        """Move one parameter, and its curvature where it is Bayesian."""
+        state, grad = self.state[param], param.grad
+        assert grad is not None
+        if not state:
+            state["average"] = torch.zeros_like(param)
+            if posterior is not None:
+                state["start"] = float(posterior.h.mean())
+        average = state["average"].lerp_(grad, 1 - group["beta"])
+        forward = average / (1 - group["beta"] ** step)
+        if posterior is None:
+            param.add_(forward, alpha=-group["lr"])
+            return
+        delta, h = posterior.delta, posterior.h
+        s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
+        found = (grad.to(s.dtype) * eps).div_(s)
+        if step > WARM or self.second is not None:
+            away = (h - found).square_().div_(2 * (h + delta))
+            h.lerp_(found, rate).add_(away, alpha=rate**2)
+            if posterior.fixed_row is not None:
+                h[posterior.fixed_row] = state["start"]
+        pull = (param - posterior.prior_center) * delta
+        direction = (forward + pull).mul_(state["start"] + delta).div_((h + delta).to(param.dtype))
+        if self.clip is not None:
+            direction.clamp_(-self.clip, self.clip)
+        param.add_(direction, alpha=-group["lr"])
+
+
+def _posteriors(model: nn.Module) -> Iterator[tuple[IVONPosterior, Scope]]:
+    """Yield the posteriors of a model with their scopes, all of which must be of method "ivon"."""
+    scopes = {id(scope): scope for scope in scopes_of(model)}
+    for _, posterior in named_posteriors(model):
+        scope = scopes[id(posterior.reader)]
+        if not isinstance(posterior, IVONPosterior):
+            raise ValueError(
+                f"IVON trains models of method 'ivon', this one is {scope.method.name!r}; "
+                "bayesify(model, 'ivon'), or train it with an optimizer of torch.optim"
+            )
+        yield posterior, scope
+
+
+def _seed(scope: Scope) -> int:
+    """Return the seed of the theta that the gradients were taken at."""
+    assert scope.step_seed is not None
+    return scope.step_seed

@@ -1,0 +1,74 @@
+"""Predict with a fitted last layer in one pass: a linear layer's Gaussian weights give Gaussian logits."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from bayesify.prediction.gaussian import GaussianLogits
+
+if TYPE_CHECKING:
+    from bayesify.methods.laplace.method import LaplacePosterior
+    from bayesify.model.scopes import Scope
+
+
+class LastLayer(NamedTuple):
+    """A linear layer with all of the model's spread.
+
+    Attributes:
+        head: The layer.
+        weight: Its weight's posterior.
+        bias: Its bias's posterior, or None where that is a point.
+    """
+
+    head: nn.Linear
+    weight: "LaplacePosterior"
+    bias: "LaplacePosterior | None"
+
+    def logits(self, features: Tensor, mean: Tensor) -> GaussianLogits:
+        """Return the distribution of the layer's outputs.
+
+        With z the features in A's eigenbasis (and the bias's constant input with them), the outputs have the covariance
+        Q_B diag(q) Q_B^T with q_nk = sum_i z_ni^2/(b_k a_i + 1/sigma^2 + damping). For a diagonal posterior q is
+        sum_i x_ni^2 v_ki + v_k of the bias, and the basis the identity. The factor of `calibrate` is in both.
+
+        Args:
+            features: The layer's inputs, (N, ..., in).
+            mean: Its outputs in mean mode, (N, ..., K).
+        """
+        kron = self.weight.kron
+        if kron is None:
+            spread = self.weight.std
+            x = features.to(spread.dtype)
+            q = x.square() @ spread.square().T
+            return GaussianLogits(mean.to(q), q if self.bias is None else q + self.bias.std.square(), None)
+        x = features.to(kron.left_values.dtype)
+        z = x if kron.right is None else x @ kron.right
+        own = None if self.bias is None else self.bias.kron
+        z = z if own is None or own.right is None else z + own.right.squeeze(0)
+        q = z.square() @ kron.variances(self.weight.ridge).T * self.weight.calibration**2
+        return GaussianLogits(mean.to(q), q, kron.left)
+
+
+def last_layer(scope: "Scope") -> LastLayer | None:
+    """Return the linear layer that alone has variance, or None where there is no such layer.
+
+    Whether it is the last one is seen in the model's outputs, by whoever runs it.
+    """
+    movers: dict[LaplacePosterior, list[tuple[nn.Module, str]]] = {}
+    moving = {p for p in scope.posteriors if p.moves}
+    for site in scope.sites:
+        for posterior in site.module.parametrizations[site.attribute]:  # type: ignore[index]
+            if posterior in moving:
+                movers.setdefault(posterior, []).append((site.module, site.attribute))
+    places = {attribute: (posterior, found) for posterior, found in movers.items() for _, attribute in found}
+    homes = {module for found in movers.values() for module, _ in found}
+    single = all(len(found) == 1 for found in movers.values()) and len(movers) == len(places)
+    if len(homes) != 1 or not single or not places.keys() <= {"weight", "bias"} or "weight" not in places:
+        return None
+    head, weight = homes.pop(), places["weight"][0]
+    bias = places["bias"][0] if "bias" in places else None
+    if not isinstance(head, nn.Linear) or any(len(head.parametrizations[a]) != 1 for a in places):  # type: ignore[index]
+        return None
+    if bias is not None and (weight.kron is None) != (bias.kron is None):
+        return None  # the sum of two covariances with different bases
+    return LastLayer(head, weight, bias)

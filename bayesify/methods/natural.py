@@ -1,0 +1,87 @@
+"""Natural steps for a Gaussian's spread: s follows the curvature of the loss within a short training.
+
+In log s the natural gradient of loss + kappa KL is (h s^2)/kappa + s^2/sigma^2 - 1, where h is the curvature of the
+mean loss: a step of SGD changes s by a factor, on a time scale that depends on neither the data nor the model.
+h s^2 = E[g eps s] is what the gradient of rho estimates, but with noise that hides it: for W weights and T steps of B
+items the signal is sqrt(h s^2 B T) of the noise, and h s^2 is 1/W or less. Squared gradients have no such noise, and no
+known scale. So the profile of h comes from the squares, and its scale r from the sum over all weights of the former,
+
+    h s^2 ~ r (g s)^2,   r = (running mean of sum g eps s) / (running mean of sum (g s)^2),
+
+which is as exact as the sum is. Everything is read from the gradients that an optimizer is about to use, after
+accumulation and averaging over processes.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bayesify.methods.vi import VIPosterior
+
+RATE = 0.05  # learning rate of the spread: the largest relative growth of s in a step
+MEMORY = 0.05  # weight of a step in the running means
+LARGEST = 5.0  # the natural gradient's bound; its least value is -1
+
+
+@torch.no_grad()
+def natural_gradients(posteriors: Sequence["VIPosterior"]) -> None:
+    """Replace the gradients of rho by natural ones, in place, just before an optimizer's step."""
+    ready = [p for p in posteriors if p.penalty_scale and not p.flat and p.rho.grad is not None]
+    ready = [p for p in ready if p.original.grad is not None]
+    for posterior in ready:
+        _observe(posterior)
+    power = sum(float(p.power) for p in ready)
+    scale = max(sum(float(p.cost) for p in ready), 0.0) / power if power > 0 else 0.0
+    for posterior in ready:
+        _replace(posterior, scale)
+
+
+class Terms(NamedTuple):
+    """What a natural step is made of, element by element and in units of log s.
+
+    Attributes:
+        unit: d rho / d log s.
+        prior: s^2/sigma^2 - 1.
+        square: (g s)^2, where g is the gradient of the loss alone.
+    """
+
+    unit: Tensor
+    prior: Tensor
+    square: Tensor
+
+
+def _terms(posterior: "VIPosterior") -> Terms:
+    """Compute the terms of one posterior from its gradients."""
+    s, unit = posterior.spread_and_unit()
+    grad = posterior.original.grad
+    assert grad is not None
+    pull = (posterior.original - posterior.prior_center) * (posterior.penalty_scale * posterior.precision)
+    return Terms(
+        unit=unit,
+        prior=s.square().mul_(posterior.precision).sub_(1),
+        square=(grad - pull).to(s.dtype).mul_(s).square_(),
+    )
+
+
+def _observe(posterior: "VIPosterior") -> None:
+    """Add this step to the running means of the noise's cost, sum g eps s, and of its power, sum (g s)^2."""
+    terms, grad = _terms(posterior), posterior.rho.grad
+    assert grad is not None
+    cost = terms.unit.mul_(grad).sub_(terms.prior, alpha=posterior.penalty_scale)
+    if posterior.fixed_row is not None:
+        cost[posterior.fixed_row], terms.square[posterior.fixed_row] = 0, 0
+    for kept, value in ((posterior.cost, cost), (posterior.power, terms.square)):
+        kept.lerp_(value.sum(dtype=kept.dtype), MEMORY)
+
+
+def _replace(posterior: "VIPosterior", scale: float) -> None:
+    """Write the natural gradient, r (g s)^2/kappa + s^2/sigma^2 - 1, bounded."""
+    terms, grad = _terms(posterior), posterior.rho.grad
+    assert grad is not None
+    natural = terms.square.mul_(scale / posterior.penalty_scale).add_(terms.prior).clamp_(max=LARGEST)
+    grad.copy_(natural.mul_(terms.unit))
+    if posterior.fixed_row is not None:
+        grad[posterior.fixed_row] = 0

@@ -1,0 +1,240 @@
+"""The sampler of method "sgld": gradient steps with just the noise that makes the chain's states posterior samples.
+
+The noise is a pure function of (seed, step, parameter), so that a chain that is saved and resumed goes on as if it had
+never stopped.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.engine import fusion
+from bayesify.engine import noise as noises
+from bayesify.methods.sgld import method as sgld
+from bayesify.model.scopes import Scope
+from bayesify.model.seeds import shared_seed
+from bayesify.model.stored import LOW_PRECISION
+from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
+
+CHAIN = "chain"
+
+
+class Chained(NamedTuple):
+    """A parameter that takes noise: its posterior, its model's scope, and which of several chains that is."""
+
+    posterior: sgld.SGLDPosterior
+    home: Scope
+    scope: int
+
+    @property
+    def method(self) -> sgld.SGLD:
+        """The options in force, which `load` may have changed since."""
+        assert isinstance(self.home.method, sgld.SGLD)
+        return self.home.method
+
+
+class SGLD(torch.optim.Optimizer):
+    """Stochastic gradient Langevin dynamics; with momentum, stochastic gradient Hamiltonian Monte Carlo.
+
+    v <- mu v - lr g + nd sqrt(2 lr (1-mu)/(N Ninflate)) xi;  theta <- theta + v,  xi ~ N(0, 1),
+
+    where g is the gradient of the mean loss plus `penalty`, through which alone the prior enters. After `burnin` steps
+    every `thin`-th state enters the moments of its posterior. Parameters that are not Bayesian, and an embedding's
+    padding row, move without noise.
+
+    Args:
+        model: A model bayesified with "sgld", or a module that contains one.
+        lr: The learning rate, or the groups of `param_groups`, each with its own.
+        num_data: N, the number of training items; the same as in `penalty`.
+        momentum: mu, in [0, 1).
+
+    Raises:
+        ValueError: The model is of another method, or a number is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import SGLD, bayesify, penalty, predict
+        >>> model, x = bayesify(torch.nn.Linear(3, 1), "sgld", thin=1), torch.randn(8, 3)
+        >>> chain = SGLD(model, lr=0.01, num_data=8)
+        >>> for _ in range(5):
+        ...     chain.zero_grad()
+        ...     (model(x).square().mean() + penalty(model, num_data=8)).backward()
+        ...     chain.step()
+        >>> predict(model, x, samples=5, task="regression").mean.shape
+        torch.Size([8, 1])
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float | list[dict[str, Any]], *, num_data: float, momentum: float = 0.0
+    ) -> None:
+        self._sampled = list(_sampled(model))
+        check_num_data(num_data)
+        self.num_data = float(num_data)
+        if isinstance(lr, (list, tuple)):
+            if not lr or not all(isinstance(group, dict) and "lr" in group for group in lr):
+                raise ValueError("lr must be a number or a list of groups, each with 'params' and 'lr' (param_groups)")
+            groups, defaults = list(lr), {"momentum": momentum}
+        else:
+            groups, defaults = [{"params": list(model.parameters())}], {"lr": lr, "momentum": momentum}
+        super().__init__(groups, defaults)
+        self.state[CHAIN] = {"seed": shared_seed(), "step": 0}  # type: ignore[index]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after a look at its numbers."""
+        group = {**self.defaults, **param_group}
+        if not _is_number(group.get("lr")) or not group["lr"] > 0:
+            raise ValueError(f"lr must be a positive number, got {group.get('lr')!r}")
+        if not _is_number(group["momentum"]) or not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {group['momentum']!r}")
+        if group.get("weight_decay", 0):
+            raise ValueError("SGLD takes no weight_decay: the prior enters through bayesify.penalty alone")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a chain: its seed, its step and its momentum."""
+        if CHAIN not in state_dict["state"]:
+            raise ValueError("this is not the state of an SGLD chain; give what SGLD.state_dict() returned")
+        super().load_state_dict(state_dict)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move the chain by one step, and collect its state where the method says so.
+
+        Args:
+            closure: Computes the loss and its gradients again, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        before: dict[str, int] = self.state[CHAIN]  # type: ignore[index]
+        chain = self.state[CHAIN] = {**before, "step": before["step"] + 1}  # type: ignore[index]
+        sampled = {id(s.posterior.original): s for s in self._sampled}
+        moves = [
+            self._move(param, group["lr"], group["momentum"], sampled.get(id(param)), chain)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for move in moves:
+            move.step()
+        for found in self._sampled:
+            if found.method.collects(chain["step"]):
+                found.posterior.collect()
+        return loss
+
+    def _move(self, param: Tensor, lr: float, mu: float, found: Chained | None, chain: dict[str, int]) -> "Move":
+        """Gather what one parameter's step needs."""
+        assert param.grad is not None
+        if mu != 0 and not self.state[param]:
+            self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+        velocity = self.state[param]["velocity"] if self.state.get(param) else None
+        move = Move(param.detach(), param.grad, velocity, lr, mu)
+        if found is None:
+            return move
+        size = found.method.nd * math.sqrt(2 * lr * (1 - mu) * found.method.scale(self.num_data))
+        seed = (noises.mix(chain["seed"], found.scope) + chain["step"]) % 2**64
+        return move._replace(size=size, seed=seed, key=found.posterior.key, fixed_row=found.posterior.fixed_row)
+
+
+class Move(NamedTuple):
+    """One parameter's step; `size` is the standard deviation of its noise."""
+
+    theta: Tensor
+    grad: Tensor
+    velocity: Tensor | None
+    lr: float
+    mu: float
+    size: float = 0.0
+    seed: int = 0
+    key: int = 0
+    fixed_row: int | None = None
+
+    def step(self) -> None:
+        """Move theta in place."""
+        row = None if self.fixed_row is None or self.size == 0 else self._row()
+        if self.size == 0:
+            self._step_with(None)
+        elif not self._fused_step():
+            # Elements are numbered in logical order, whatever their order in memory.
+            stream = noises.Stream(self.seed, self.key, self.theta.shape, self.theta.dtype, self.theta.device)
+            self._step_with(stream.normal())
+        if row is not None:
+            row._step_with(None)
+            self.theta[self.fixed_row] = row.theta
+            if self.velocity is not None and row.velocity is not None:
+                self.velocity[self.fixed_row] = row.velocity
+
+    def _step_with(self, noise: Tensor | None) -> None:
+        """Move theta by its gradient, and by noise if there is any."""
+        if self.velocity is None:
+            self.theta.add_(self.grad, alpha=-self.lr)
+            if noise is not None:
+                self.theta.add_(noise, alpha=self.size)
+        else:
+            self.velocity.mul_(self.mu).add_(self.grad, alpha=-self.lr)
+            if noise is not None:
+                self.velocity.add_(noise, alpha=self.size)
+            self.theta.add_(self.velocity)
+
+    def _fused_step(self) -> bool:
+        """Move theta in one pass, where that can be done."""
+        velocity = () if self.velocity is None else (self.velocity,)
+        grad = self.grad.contiguous()
+        if not fusion.fused(self.theta, grad, *velocity):
+            return False
+        stream = noises.Stream(self.seed, self.key, self.theta.shape)
+        outs, par = (self.theta, *velocity), (self.lr, self.size, self.mu)
+        fusion.run(_step_element if velocity else _step_without_momentum, stream, (grad,), outs, par)
+        torch.autograd.graph.increment_version(self.theta)
+        return True
+
+    def _row(self) -> "Move":
+        """Return the step of a copy of the fixed row, which takes no noise."""
+        velocity = None if self.velocity is None else self.velocity[self.fixed_row].clone()
+        return self._replace(
+            theta=self.theta[self.fixed_row].clone(), grad=self.grad[self.fixed_row], velocity=velocity
+        )
+
+
+def _step_element(i: Any, xi: Any, ins: Any, outs: Any, par: Any) -> None:
+    """Do v <- mu v - lr g + size xi; theta <- theta + v, on one element."""
+    v = par[2] * outs[1][i] - par[0] * ins[0][i] + par[1] * xi
+    outs[1][i] = v
+    outs[0][i] += v
+
+
+def _step_without_momentum(i: Any, xi: Any, ins: Any, outs: Any, par: Any) -> None:
+    """Do theta <- theta - lr g + size xi, on one element."""
+    outs[0][i] += par[1] * xi - par[0] * ins[0][i]
+
+
+def _sampled(model: nn.Module) -> Iterator[Chained]:
+    """Yield the posteriors of a model, all of which must be of method "sgld"."""
+    scopes = scopes_of(model)
+    for _, posterior in named_posteriors(model):
+        number, scope = next((i, s) for i, s in enumerate(scopes) if s is posterior.reader)
+        if not isinstance(posterior, sgld.SGLDPosterior) or not isinstance(scope.method, sgld.SGLD):
+            raise ValueError(
+                f"SGLD samples models of method 'sgld', this one is {scope.method.name!r}; "
+                "bayesify(model, 'sgld'), or train it with an optimizer of torch.optim"
+            )
+        if posterior.original.dtype in LOW_PRECISION:
+            warnings.warn(
+                f"{posterior.name!r} is {posterior.original.dtype}, in which SGLD's small steps round to nothing; "
+                "keep the model in float32 (torch.autocast may still compute in less)",
+                stacklevel=4,
+            )
+        yield Chained(posterior, scope, number)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

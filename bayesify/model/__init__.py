@@ -1,0 +1,1 @@
+"""The wrapped model: posteriors on its parameters, which theta a read sees, the penalty, files."""

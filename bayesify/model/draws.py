@@ -1,0 +1,79 @@
+"""One draw of theta: a seed, the noise that follows from it, and what a forward or a block reads."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesify.engine import noise as noises
+from bayesify.engine.fusion import transformed
+from bayesify.model.posteriors import Posterior, Sampled
+
+MEMBER = noises.name_key("mixture/member")
+
+
+class Draw:
+    """One theta of the whole model, given by its seed.
+
+    Args:
+        seed: From which the noise of every parameter follows.
+        pinned: Whether the draw outlives a forward: the theta of a `sample` block.
+        fresh: Whether the forward that reads it took its seed from the global generator.
+        keep: Whether thetas without gradient are kept from one forward to the next. Only for a draw whose reader knows
+            that no weight changes before `forget`: a write to a parameter cannot be noticed in every case.
+    """
+
+    def __init__(self, seed: int, *, pinned: bool = False, fresh: bool = False, keep: bool = False) -> None:
+        self.seed = seed
+        self.pinned = pinned
+        self.fresh = fresh
+        self.keep = keep
+        self.kept: dict[Posterior, Tensor] = {}
+        self.parts: dict[int, Draw] = {}
+
+    def part(self, i: int) -> "Draw":
+        """Return the draw for the i-th of several models: parameters of one name need noise of their own."""
+        if not i:
+            return self
+        return self.parts.setdefault(i, Draw(noises.mix(self.seed, i), pinned=self.pinned, keep=self.keep))
+
+    def forget(self) -> None:
+        """Drop the thetas that were kept."""
+        self.kept.clear()
+        self.parts.clear()
+
+    def theta(self, posterior: Posterior, original: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return this draw's theta of one posterior, with its energy handle where gradients are wanted."""
+        if transformed():
+            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(self.seed))), None
+        tensors = (original, *posterior.learnable())
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            theta, handle = Sampled.apply(posterior, self.seed, None, *tensors)
+            return theta, handle
+        kept = self.kept.get(posterior)
+        if kept is None:
+            with torch.no_grad():
+                kept = posterior.calibrated(original, posterior.draw(original, self.seed))
+            if self.keep:
+                self.kept[posterior] = kept
+        return kept, None
+
+
+class Mode(NamedTuple):
+    """What a block or a forward reads: a draw, the mean, or (both unset) what train() and eval() say.
+
+    `member` is the number of the component that a mixture runs, modulo how many it has.
+    """
+
+    draw: Draw | None = None
+    mean: bool = False
+    member: int = 0
+
+
+BY_TRAINING_FLAG = Mode()
+MEAN = Mode(mean=True)
+
+
+def one_draw(seed: int) -> Mode:
+    """Return the mode of a single draw, which takes a mixture's member by chance too."""
+    return Mode(draw=Draw(seed, pinned=True), member=noises.mix(seed, MEMBER))

@@ -1,0 +1,111 @@
+"""A model's own `save_pretrained` and `push_to_hub` write the posterior mean under plain names, and the posterior.
+
+A parametrized model's state dict has names that no plain model knows: a library that wrote them would load the folder
+as random weights. So a bayesified model's `save_pretrained`, whichever library it is of, sees plain state dicts.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from bayesify.model.posteriors import Posterior
+from bayesify.model.stored import EXTRA
+
+SAVE = "save_pretrained"
+HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "max_shard_size")
+
+
+def put_on(model: nn.Module) -> None:
+    """Let `save_pretrained` of a bayesified model, and of its parts, write what a plain model can load."""
+    for module in model.modules():
+        if hasattr(type(module), SAVE):
+            module.save_pretrained = MethodType(_save_pretrained, module)  # type: ignore[assignment]
+
+
+def take_off(model: nn.Module) -> None:
+    """Undo `put_on`."""
+    for module in model.modules():
+        if getattr(module.__dict__.get(SAVE), "__func__", None) is _save_pretrained:
+            del module.save_pretrained
+
+
+def _save_pretrained(model: Any, save_directory: "str | os.PathLike[str]", **options: Any) -> Any:
+    """Write the posterior mean by the model's own `save_pretrained`, and the posterior beside it.
+
+    Args:
+        model: The bayesified model, or a part of it, of which the mean alone is written.
+        save_directory: The folder.
+        **options: The library's own.
+    """
+    from bayesify.model.checkpoint import save_posterior  # which needs all of this folder
+
+    push = options.pop("push_to_hub", False)  # after the posterior is there
+    repository = options.pop("repo_id", Path(save_directory).name) if push else None
+    if options.get("state_dict") is not None:
+        options["state_dict"] = plain_state(model, options["state_dict"])
+    with plain_state_dicts(model):
+        written = type(model).save_pretrained(model, save_directory, **options)
+    if "_bayesify_scope" in model.__dict__ and options.get("is_main_process", True):
+        save_posterior(model, save_directory, frozen=not is_adapter(model))
+    if push:
+        model.push_to_hub(repository, **{k: v for k, v in options.items() if k in HUB_OPTIONS})
+    return written
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Tell whether a model is a PEFT model, whose base is kept elsewhere."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def plain_state(model: nn.Module, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state dict that the plain model would have at the posterior mean, ties under all their names.
+
+    Args:
+        model: A bayesified model, or a part of one.
+        state_dict: What its own `state_dict()` gave, or a library that gathered it; None asks the model.
+    """
+    plain = dict(model.state_dict() if state_dict is None else state_dict)
+    means: dict[Posterior, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        _translate(module, plain, f"{path}." if path else "", means)
+    return plain
+
+
+@contextmanager
+def plain_state_dicts(model: nn.Module) -> Iterator[None]:
+    """Let `state_dict()` of a model and of each of its modules be the plain model's at the posterior mean."""
+    means: dict[Posterior, Tensor] = {}  # once, so that tied weights share their memory
+
+    def translate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        _translate(module, state_dict, prefix, means)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if _posteriors(module):
+                hooks.callback(module.register_state_dict_post_hook(translate).remove)  # type: ignore[no-untyped-call]
+        yield
+
+
+def _posteriors(module: nn.Module) -> dict[str, Posterior]:
+    """Return the posteriors on a module's own parameters, by attribute."""
+    lists: Any = module._modules.get("parametrizations") or {}
+    return {name: kept[0] for name, kept in lists.items() if isinstance(kept[0], Posterior)}
+
+
+def _translate(module: nn.Module, state_dict: dict[str, Any], prefix: str, means: dict[Posterior, Tensor]) -> None:
+    """Replace a module's own posteriors in a state dict by their means."""
+    for attribute, posterior in _posteriors(module).items():
+        stem = f"{prefix}parametrizations.{attribute}."
+        original = state_dict.pop(f"{stem}original", None)
+        if original is None:
+            continue  # a plain state dict already, or a part of one
+        for name in (*posterior.state(), EXTRA):
+            state_dict.pop(f"{stem}0.{name}", None)
+        if posterior not in means:
+            means[posterior] = posterior.mean_theta(original).detach()
+        state_dict[prefix + attribute] = means[posterior]

@@ -1,0 +1,104 @@
+"""A posterior that is a Gaussian of stored moments: nothing to sample until something has computed them.
+
+While training, reads see the parameter itself. The moments are buffers that exist together or not at all, so that they
+cost no memory before they are needed.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bayesify.engine import fusion
+from bayesify.model.posteriors import Posterior, Prior
+from bayesify.model.quadratics import quadratic_energy, quadratic_pull
+
+
+def _add_noise(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
+    """Theta = center + eps * std, of one element."""
+    outs[0][i] = ins[0][i] + eps * ins[1][i]
+
+
+class NotReadyError(ValueError, RuntimeError):
+    """A posterior that cannot be sampled yet."""
+
+
+class MomentsPosterior(Posterior):
+    """theta = mean + std * eps with eps ~ N(0, 1), once there are moments.
+
+    A subclass names its buffers in `moments` and gives `own_std`, `mean_theta` and what is missing before they exist.
+    """
+
+    stochastic = False
+    moments: ClassVar[tuple[str, ...]]
+    missing: ClassVar[str]
+    """What the error says before there are moments, with the way out."""
+
+    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None) -> None:
+        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
+        for name in self.moments:
+            self.register_buffer(name, None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are moments."""
+        return self._buffers[self.moments[0]] is not None
+
+    def check_ready(self) -> None:
+        """Raise before there are moments."""
+        if not self.ready:
+            raise NotReadyError(f"{self.name!r} cannot be sampled yet: {self.missing}")
+
+    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+        """Return center + std * eps; its gradient passes to the parameter as it is."""
+        center = self.mean_theta(mean)
+        return torch.addcmul(center.to(noise.dtype), noise, self.own_std.to(noise.dtype)).to(mean.dtype)
+
+    def draw(self, mean: Tensor, seed: int) -> Tensor:
+        """Compute `theta`."""
+        center, std = self.mean_theta(mean), self.own_std
+        if not fusion.fused(center, std):
+            return super().draw(mean, seed)
+        theta = torch.empty_like(center, requires_grad=False)
+        fusion.run(_add_noise, self.stream(seed), (center, std), (theta,))
+        if self.fixed_row is not None:
+            theta[self.fixed_row] = center[self.fixed_row]
+        return theta
+
+    @property
+    def precision(self) -> float:
+        """1/sigma^2, the curvature of the energy."""
+        return 1 / self.prior_sig / self.prior_sig
+
+    def energy(self, mean: Tensor, scale: float) -> Tensor:
+        """Return 1/(2 sigma^2) |theta - theta0|^2."""
+        return quadratic_energy(mean, self, self.precision, scale)
+
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return grad + coef/sigma^2 (theta - theta0)."""
+        return (quadratic_pull(mean, self, self.precision, grad, coef),)
+
+    def check_state(self, state: dict[str, Tensor]) -> None:
+        """Raise unless these tensors can be the state of this posterior, with all moments or none."""
+        super().check_state(state)
+        missing = [name for name in self.moments if name not in state]
+        if 0 < len(missing) < len(self.moments):
+            raise ValueError(f"{', '.join(missing)} is missing")
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over the tensors of `state()`; moments that it lacks are forgotten."""
+        self._forget_moments()
+        super().load_state(state)
+
+    def _forget_moments(self) -> None:
+        self._buffers.update(dict.fromkeys(self.moments))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Make room for the moments that a state dict holds, since torch copies into existing buffers only."""
+        held = {name: state_dict[prefix + name] for name in self.moments if prefix + name in state_dict}
+        if len(held) < len(self.moments) and any(key.startswith(prefix) for key in state_dict):
+            self._forget_moments()
+        for name, tensor in held.items():
+            if self._buffers[name] is None:
+                self._buffers[name] = torch.zeros_like(tensor, device=self.prior_center.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,106 @@
+"""The penalty: what a method adds to the loss, with its gradient folded into that of the samples."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.engine.fusion import transformed
+from bayesify.model.posteriors import Posterior, autograd_pullback, holding
+from bayesify.model.quadratics import wide
+from bayesify.model.wrapping import check_num_data, is_sharded, scopes_of
+
+
+def penalty(model: nn.Module, num_data: float) -> Tensor:
+    """Return what is added to the mean minibatch loss: the prior's term of the method, over the number of data.
+
+    Closed form, differentiable. Its gradient is computed together with that of the samples of the last forward, which
+    costs less than a pass of its own.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        num_data: N, the number of training items that the loss is a mean over.
+
+    Returns:
+        A 0-dim tensor.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, penalty
+        >>> model = bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=1.0)
+        >>> penalty(model, num_data=100).shape
+        torch.Size([])
+    """
+    check_num_data(num_data)
+    scopes = scopes_of(model)
+    inside = {m for m in model.modules() if isinstance(m, Posterior)}
+    first = scopes[0].posteriors[0].original
+    total = torch.zeros((), dtype=wide(first), device=first.device)
+    by_hand = not transformed()
+    terms: list[Term] = []
+    tensors: list[tuple[Tensor, ...]] = []
+    for scope in scopes:
+        if torch.is_grad_enabled():
+            scope.warn_in_eval()
+        scale = scope.method.scale(num_data)
+        for posterior in scope.posteriors:
+            handle = scope.take_handle(posterior)
+            if is_sharded(posterior.original):
+                raise RuntimeError(
+                    f"{posterior.name!r} is sharded now; call penalty after the forward pass and before the backward "
+                    "pass, with fully_shard(..., reshard_after_forward=False)"
+                )
+            posterior.penalty_scale = scale
+            if posterior in inside and not posterior.flat:
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not by_hand):
+                    total = total + posterior.energy(posterior.original, scale).to(total)
+                terms.append(Term(posterior, scale, handle is not None))
+                tensors.append((posterior.original, *posterior.learnable()) if handle is None else (handle,))
+    value = total.to(torch.promote_types(first.dtype, torch.float32))
+    if not by_hand:
+        return value  # torch.func, forward mode and compilers differentiate the operations themselves
+    result: Tensor = Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
+    return result
+
+
+class Term(NamedTuple):
+    """One posterior's part of the penalty; by its energy handle, or directly through the tensors that it is made of."""
+
+    posterior: Posterior
+    scale: float
+    by_handle: bool
+
+
+class Penalty(torch.autograd.Function):
+    """The autograd node of the penalty: a known value, whose gradient the posteriors know in closed form."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, terms: list[Term], *tensors: Tensor) -> Tensor:
+        """Return the value."""
+        ctx.terms, ctx.tensors = terms, tensors
+        ctx.versions = [t._version for t in tensors]
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Send each posterior its coefficient, or return the gradients with respect to its tensors as they were."""
+        out: list[Tensor | None] = []
+        for posterior, scale, by_handle in ctx.terms:
+            size = 1 if by_handle else 1 + len(posterior.learnable())
+            own = slice(len(out), len(out) + size)
+            mean, *learned = ctx.tensors[own]
+            coef = grad.to(mean.device, wide(mean)) * scale
+            if by_handle:
+                out.append(coef)
+                continue
+            if [t._version for t in ctx.tensors[own]] != ctx.versions[own]:
+                raise RuntimeError(
+                    f"the posterior of {posterior.name!r} was modified between penalty and its backward pass; call "
+                    "optimizer.step() (or load) only after backward()"
+                )
+            with holding(posterior, tuple(learned)):
+                if torch.is_grad_enabled():
+                    out += autograd_pullback(posterior, mean, 0, None, coef, create_graph=True)
+                else:
+                    out += posterior.pullback(mean, 0, None, coef)
+        return (None, None, *out)

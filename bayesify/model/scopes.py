@@ -1,0 +1,330 @@
+"""One coherent theta: which value a model's reads see, and for how long.
+
+Every read of a parameter inside one outermost forward sees the same theta. A recomputation inside a backward pass
+(activation checkpointing) sees the theta of the forward that it repeats. All state belongs to one model, and what
+runs now to one thread or coroutine.
+"""
+
+import copy
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from bayesify.engine.fusion import transformed
+from bayesify.model import caches, steps
+from bayesify.model.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode
+from bayesify.model.method import Method
+from bayesify.model.modes import block_of, own_block
+from bayesify.model.posteriors import Posterior, Sampled
+from bayesify.model.replay import Past, Record, node_count
+from bayesify.model.seeds import training_seed
+
+
+class Site(NamedTuple):
+    """A place in the model that reads a posterior: its module, attribute, and the order of the module's parameters."""
+
+    module: nn.Module
+    attribute: str
+    order: tuple[str, ...]
+
+
+class Frame:
+    """One outermost forward: the modules entered so far, and the thetas that its reads have seen."""
+
+    def __init__(self, mode: Mode, caller: FrameType | None, start: int, *, recomputes: bool) -> None:
+        self.mode = mode
+        self.caller = caller
+        self.start = start
+        self.recomputes = recomputes
+        self.stack: list[nn.Module] = []
+        self.thetas: dict[Posterior, Tensor] = {}
+
+    def runs(self) -> bool:
+        """Tell whether the forward still runs: its Python frame is on the stack.
+
+        Torch calls no hook where an interrupt ends a forward, nor any other exception that is not an `Exception`.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is self.caller:
+                return True
+            frame = frame.f_back
+        return False
+
+
+class Thread(threading.local):
+    """What one thread does with a model: its running forward, and the energy handles of its last one."""
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.handles: dict[Posterior, Tensor] = {}
+        self.bare: tuple[Posterior, Tensor, int] | None = None
+
+
+class Scope:
+    """The reads of one bayesified model: its blocks, its running forwards and its memory of past ones."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        method: Method,
+        posteriors: list[Posterior],
+        sites: list[Site],
+        caching: list[nn.Module],
+    ) -> None:
+        self.root: nn.Module | None = root
+        self.method = method
+        self.posteriors = posteriors
+        self.sites = sites
+        self.caching = caching
+        self.steps = 0
+        self.step_seed: int | None = None
+        self.warned = not any(not p.flat for p in posteriors)
+        self.told: set[str] = set()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._thread = Thread()
+        self._past = Past()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Scope":
+        """Copy for a copied model: its own posteriors, nothing of the running state."""
+        caches.forget_weights(self.caching)  # an RNN that was moved holds samples, which cannot be copied
+        copied = object.__new__(Scope)
+        memo[id(self)] = copied
+        copied.method = self.method
+        copied.root = memo.get(id(self.root))  # none where only a part of the model is copied
+        copied.posteriors = copy.deepcopy(self.posteriors, memo)
+        copied.sites = copy.deepcopy(self.sites, memo)
+        copied.caching = copy.deepcopy(self.caching, memo)
+        copied.step_seed = None
+        copied.steps, copied.warned = self.steps, self.warned
+        copied.told = set(self.told)
+        copied._forget()
+        steps.watch(copied)
+        return copied
+
+    def trains(self, posterior: Posterior) -> bool:
+        """Tell whether the model is in train mode, whatever flag the module around a posterior has.
+
+        A normalization layer in eval mode inside a training model must be sampled, or its spread would learn from the
+        prior alone. A copied part without its model follows its own flag.
+        """
+        return (posterior if self.root is None else self.root).training
+
+    # -- forwards ----------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module, caller: FrameType | None) -> None:
+        """Begin a module's forward; the outermost one decides what is read."""
+        frame = self._thread.frame
+        if frame is None or not frame.runs():
+            self._thread.frame = None
+            frame = self._thread.frame = self._begin(module, caller)
+        frame.stack.append(module)
+
+    def leave(self, module: nn.Module) -> None:
+        """End a module's forward, by return or by exception."""
+        frame = self._thread.frame
+        if frame is None or not any(m is module for m in frame.stack):
+            return
+        while frame.stack.pop() is not module:
+            pass
+        if not frame.stack:
+            self._thread.frame = None
+            self._end(module, frame)
+
+    def _begin(self, module: nn.Module, caller: FrameType | None) -> Frame:
+        """Choose the mode of an outermost forward."""
+        self.look_for_lost_writes()
+        caches.take_over(self.caching)
+        node = torch._C._current_autograd_node()
+        start = node_count()
+        sampled = self._sampled_under(module)
+        block = block_of(self, module, node)
+        mode = BY_TRAINING_FLAG if block is None else block.mode
+        if node is not None and not (block is not None and block.in_backward):
+            mode = self._recall(module, node, mode, fresh=bool(sampled))
+        elif mode is BY_TRAINING_FLAG and sampled:
+            mode = Mode(draw=self._training_draw())
+        return Frame(mode, caller, start, recomputes=node is not None)
+
+    def _training_draw(self) -> Draw:
+        """Return a fresh draw, or that of the present step where an optimizer says which it is."""
+        if self.step_seed is not None:
+            return Draw(self.step_seed)
+        return Draw(self._past.remember_seed(training_seed()), fresh=True)
+
+    def _end(self, module: nn.Module, frame: Frame) -> None:
+        """Remember a finished outermost forward for recomputations."""
+        caches.forget_weights(self.caching)
+        draw = frame.mode.draw
+        self._past.remember(
+            Record(
+                start=frame.start,
+                end=node_count(),
+                module=weakref.ref(module),
+                seed=draw.seed if draw else None,
+                pinned=draw is not None and draw.pinned,
+                fresh=draw is not None and draw.fresh,
+                mean=frame.mode.mean,
+            )
+        )
+
+    def _sampled_under(self, module: nn.Module) -> list[Posterior]:
+        """Return the posteriors inside a module that train() samples now."""
+        return [p for p in self._random_under(module) if p.stochastic and self.trains(p)]
+
+    def _random_under(self, module: nn.Module) -> list[Posterior]:
+        """Return the posteriors inside a module that have something to sample."""
+        if isinstance(module, Posterior):
+            inside: Iterable[Posterior] = (module,)
+        elif getattr(module, "_bayesify_scope", None) is self:
+            inside = self.posteriors
+        else:
+            inside = (m for m in module.modules() if isinstance(m, Posterior) and m.reader is self)
+        return [p for p in inside if p.random]
+
+    # -- seeds and recomputations ------------------------------------------------------------------------------
+
+    def _recall(self, module: nn.Module, node: Any, mode: Mode, *, fresh: bool) -> Mode:
+        """Find the mode of the forward that a recomputation inside a backward pass repeats.
+
+        Where the checkpoint lies inside a forward, the node that runs now is one of that forward's. Where a whole
+        forward lies inside the checkpoint, checkpointing has put the global generator back, and the seed that it gives
+        is one that was given before.
+        """
+        record = self._past.find(node, module, lambda posterior: posterior.reader is self)
+        if record is None and (mode is not BY_TRAINING_FLAG or not fresh):
+            return mode
+        if record is not None and not record.is_drawn_again(module):
+            if record.seed is not None:
+                return Mode(draw=Draw(record.seed, pinned=record.pinned))
+            return MEAN if record.mean else BY_TRAINING_FLAG
+        state = torch.get_rng_state()
+        seed = training_seed()
+        if seed in self._past.seeds:
+            return Mode(draw=Draw(seed, fresh=True))
+        torch.set_rng_state(state)
+        raise RuntimeError(
+            f"a {type(module).__name__} is run inside a backward pass, and it cannot be told which forward it repeats. "
+            "With activation checkpointing around the whole model keep preserve_rng_state=True; to run the model for "
+            "another purpose there, do it under bayesify.mean(model) or bayesify.sample(model, seed=...)"
+        )
+
+    # -- reads -------------------------------------------------------------------------------------------------
+
+    def read(self, posterior: Posterior, original: Tensor) -> Tensor:
+        """Return the theta that a read of a posterior sees now."""
+        if parametrize._cache_enabled:
+            raise RuntimeError(
+                f"{posterior.name!r} is read inside torch.nn.utils.parametrize.cached(), which would freeze its draw; "
+                "leave cached() out: every forward of a bayesified model reads one theta by itself"
+            )
+        frame = self._thread.frame
+        if frame is None or not frame.runs():
+            # Outside every forward: a forward of its own, one parameter wide.
+            theta = self._theta(self._begin(posterior, None), posterior, original)
+            if theta is not original and not theta.is_inference():
+                self._thread.bare = posterior, theta.detach(), theta._version
+            return theta
+        return self._theta(frame, posterior, original)
+
+    def _theta(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
+        """Return the theta that a read in a forward sees."""
+        mode, draw = frame.mode, frame.mode.draw
+        trains = not mode.mean and (draw is None or not draw.pinned) and self.trains(posterior)
+        if draw is None or not posterior.random or not (draw.pinned or (trains and posterior.stochastic)):
+            return self._point(frame, posterior, original) if trains else posterior.mean_theta(original)
+        theta = frame.thetas.get(posterior)
+        if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
+            theta, handle = draw.theta(posterior, original)
+            frame.thetas[posterior] = theta
+            if handle is not None and not frame.recomputes and self.trains(posterior):
+                self._thread.handles[posterior] = handle
+        return theta
+
+    def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
+        """Return the parameter itself; by an alias that takes the penalty's gradient along, where that saves a pass."""
+        wants_grad = torch.is_grad_enabled() and original.requires_grad
+        if not frame.stack or posterior.stochastic or posterior.flat or not wants_grad or transformed():
+            return original
+        theta = frame.thetas.get(posterior)
+        if theta is None:
+            theta, handle = Sampled.apply(posterior, 0, original, original)
+            frame.thetas[posterior] = theta
+            if not frame.recomputes:
+                self._thread.handles[posterior] = handle
+        return theta
+
+    def look_for_lost_writes(self) -> None:
+        """Warn, once, where a weight that was read outside of a forward has been written to: it was a sample."""
+        bare, self._thread.bare = self._thread.bare, None
+        if bare is None or bare[1]._version == bare[2] or "write" in self.told:
+            return
+        self.told.add("write")
+        warnings.warn(
+            f"{bare[0].name!r} was written to while the model was in train mode: that changed a sample, not the model; "
+            "initialize before bayesify, or write to the posterior's `original` (bayesify.named_posteriors)",
+            stacklevel=5,
+        )
+
+    # -- the penalty's watch -----------------------------------------------------------------------------------
+
+    def take_handle(self, posterior: Posterior) -> Tensor | None:
+        """Return the energy handle of the last training forward, once, if the posterior is as it was then."""
+        self.warned = True  # no need to: the penalty is known
+        handle = self._thread.handles.pop(posterior, None)
+        if handle is None or handle.grad_fn is None:
+            return None
+        node: Any = handle.grad_fn
+        own = (posterior.original, *posterior.learnable())
+        same = all(a is b for a, b in zip(node.tensors, own, strict=True))
+        return handle if same and [t._version for t in node.tensors] == node.versions else None
+
+    def warn_in_eval(self) -> None:
+        """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""
+        sampled = [p for p in self.posteriors if p.stochastic and p.random]
+        if sampled and "eval" not in self.told and own_block(self) is None and not any(map(self.trains, sampled)):
+            self.told.add("eval")
+            warnings.warn(
+                "the model is in eval mode, so its loss is that of the posterior mean, and the spread learns from the "
+                "prior alone; call model.train() before training",
+                stacklevel=3,
+            )
+
+
+def _no_grad_wanted(posterior: Posterior, original: Tensor) -> bool:
+    """Tell whether a theta without gradient will do."""
+    return not torch.is_grad_enabled() or not (
+        original.requires_grad or any(p.requires_grad for p in posterior.learnable())
+    )
+
+
+class Enter:
+    """Forward pre-hook: a module's forward begins."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Enter the scope, with the stack frame that lives as long as the forward."""
+        self.scope.enter(module, sys._getframe(1))
+
+
+class Leave:
+    """Forward hook, called on exceptions too: a module's forward ends."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the scope."""
+        self.scope.leave(module)

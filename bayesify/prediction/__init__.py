@@ -1,0 +1,1 @@
+"""Predictions with the posterior, and what they hold."""

@@ -1,0 +1,103 @@
+"""Active learning: which examples to label next.
+
+`select` takes the examples whose labels would tell most about the weights (BALD), and with `diverse=True` those that
+tell most together: the second of two alike adds little.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesify.prediction.regression import RegressionPredictive
+
+__all__ = ["information", "select"]
+
+
+def select(predictive: Any, k: int, diverse: bool = True) -> Tensor:
+    """Choose the k examples to label next.
+
+    Args:
+        predictive: What `predict` returned for examples without labels, by ten samples or more.
+        k: How many.
+        diverse: Whether to count what the examples chosen so far would tell already: greedily, each is the one that
+            adds most to 1/2 log det(I + sum_i C_i C_i^T), where C_i (S, K) is the deviation of each sample's
+            probabilities from their mean p, over sqrt(S p). To second order that is the mutual information of all
+            the labels and the weights. Otherwise the k of largest `information`.
+
+    Returns:
+        Indices into the examples, (k,), the most telling first.
+
+    Raises:
+        ValueError: k is out of range, or `diverse` lacks the samples' outputs.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import active, bayesify, predict
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <...>
+        >>> model = bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=1.0, init_sig=0.5)
+        >>> pool = torch.tensor([[5.0, 0.0, 0.0], [5.1, 0.0, 0.0], [0.0, 4.0, 0.0]])
+        >>> out = predict(model, pool, samples=50, seed=0)
+        >>> sorted(active.select(out, 2).tolist()) in ([0, 2], [1, 2])
+        True
+    """
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= len(predictive):
+        raise ValueError(f"k must be in 1..{len(predictive)}, the number of examples, got {k!r}")
+    if not diverse:
+        return information(predictive).argsort(descending=True, stable=True)[:k]
+    rest = deviations(predictive)
+    chosen: list[int] = []
+    taken = torch.zeros(len(rest), dtype=torch.bool)
+    for _ in range(k):
+        gram = rest.transpose(1, 2) @ rest
+        gains = torch.linalg.slogdet(torch.eye(gram.shape[-1], dtype=gram.dtype) + gram).logabsdet
+        best = int(gains.masked_fill(taken, -torch.inf).argmax())
+        chosen.append(best)
+        taken[best] = True
+        # What is left of every C once this one is known: A^(-1/2) C, with A = I + C_best C_best^T.
+        u, s, _ = torch.linalg.svd(rest[best], full_matrices=False)
+        rest = rest - u @ ((1 - (1 + s.square()).rsqrt()).unsqueeze(1) * (u.T @ rest))
+    return torch.tensor(chosen)
+
+
+def information(predictive: Any) -> Tensor:
+    """Return how much the label of each example would tell about the weights, (N,), in nats.
+
+    The mutual information of a classifier, summed over the items of an example; 1/2 log(1 + epistemic^2/aleatoric^2)
+    of a regression, where noise that is not known is as large as the mean epistemic variance.
+    """
+    if isinstance(predictive, RegressionPredictive):
+        ratio = predictive.epistemic.square() / _noise(predictive)
+        return torch.log1p(ratio).flatten(1).sum(1) / 2 if ratio.dim() > 1 else torch.log1p(ratio) / 2
+    each: Tensor = predictive.mutual_information
+    return each.flatten(1).sum(1) if each.dim() > 1 else each
+
+
+def deviations(predictive: Any) -> Tensor:
+    """Return C_i of every example, (N, S, outputs), so that sum C^2/2 is its information to second order."""
+    regression = isinstance(predictive, RegressionPredictive)
+    outputs = predictive.outputs if regression else predictive.logits
+    if outputs is None or len(outputs) < 2:
+        raise ValueError(
+            "diverse=True compares the outputs of several samples, which this prediction has not; "
+            "predict with samples=20, or pass diverse=False"
+        )
+    if regression:
+        values, scale = outputs.double(), _noise(predictive).expand_as(predictive.mean)
+    elif hasattr(predictive, "prediction") and outputs.shape[1:] == predictive.expected_entropy.shape:  # one per label
+        values = outputs.double().sigmoid()
+        scale = values.mean(0) * (1 - values.mean(0))
+    else:
+        values = outputs.double().softmax(-1)
+        scale = values.mean(0)
+    centred = (values - values.mean(0)) / (len(values) * scale.clamp_min(1e-30)).sqrt()
+    found: Tensor = centred.reshape(*centred.shape[:2], -1).transpose(0, 1)
+    return found
+
+
+def _noise(predictive: RegressionPredictive) -> Tensor:
+    """Return the variance of the noise, or a stand-in where it is not known."""
+    known = predictive.aleatoric.square()
+    stand_in = predictive.epistemic.square().mean().clamp_min(1e-30)
+    return torch.where(known > 0, known, stand_in)

@@ -1,0 +1,137 @@
+"""Read what people call a batch: tensors, tuples, dicts, Hugging Face encodings and outputs."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LABELS = "labels"
+FIXES = {
+    "ndarray": "pass torch.from_numpy(array).float()",
+    "str": "tokenize the texts first, and pass what the tokenizer returns with return_tensors='pt'",
+}
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Split a batch into inputs and labels (None where there are none).
+
+    A tuple or list is (inputs,) or (inputs, labels); a mapping may hold "labels"; anything else is inputs.
+
+    Raises:
+        ValueError: A tuple of another length.
+    """
+    if isinstance(batch, (tuple, list)):
+        if len(batch) not in (1, 2):
+            raise ValueError(
+                f"a batch given as a {type(batch).__name__} is (inputs,) or (inputs, labels), got {len(batch)} items; "
+                "pass several inputs as a dict, or as ((first, second), labels)"
+            )
+        return batch[0], batch[1] if len(batch) == 2 else None
+    if isinstance(batch, Mapping):
+        return {k: v for k, v in batch.items() if k != LABELS}, batch.get(LABELS)
+    return batch, None
+
+
+def call_model(model: nn.Module, inputs: Any, labels: Any = None) -> Any:
+    """Call a model on inputs of any kind; encoder-decoders get their labels too, without which they cannot run.
+
+    Raises:
+        TypeError: The model failed on inputs that hold no tensor.
+    """
+    try:
+        if isinstance(inputs, Mapping):
+            needs_labels = labels is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+            return model(**inputs, **({LABELS: labels} if needs_labels else {}))
+        if isinstance(inputs, (tuple, list)):
+            return model(*inputs)
+        return model(inputs)
+    except Exception as error:
+        leaves = list(_leaves(inputs))
+        if any(isinstance(leaf, Tensor) for leaf in leaves):
+            raise
+        # A model may well take strings or arrays: they are to blame only where it did not.
+        kind = type(leaves[0]).__name__ if leaves else type(inputs).__name__
+        fix = FIXES.get(kind, "pass a tensor, a dict of tensors, or (inputs, labels) with tensors")
+        raise TypeError(f"the model failed on inputs without a tensor, of {kind}; {fix}") from error
+
+
+def _leaves(inputs: Any) -> Iterator[Any]:
+    """Yield what nested inputs are made of."""
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    if isinstance(inputs, (tuple, list)):
+        for entry in inputs:
+            yield from _leaves(entry)
+    else:
+        yield inputs
+
+
+def logits_of(output: Any) -> Tensor:
+    """Find the tensor of logits (or of regression outputs) in what a model returned.
+
+    Raises:
+        TypeError: There is none to be found.
+    """
+    if isinstance(output, Tensor):
+        return output
+    found = getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = next((output[k] for k in ("logits", "out") if k in output), None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"no logits found in a {type(output).__name__}; the model must return a tensor, an object with `.logits`, "
+            "or a dict with 'logits' or 'out': wrap it in a module that does"
+        )
+    return found
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a nested batch to a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        moved = [to_device(v, device) for v in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's first parameter."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def is_one_batch(data: Any) -> bool:
+    """Tell one batch (a tensor, an array, a mapping) from an iterable of batches."""
+    return isinstance(data, (Tensor, Mapping, np.ndarray, str))
+
+
+def as_batches(data: Any) -> Iterable[Any]:
+    """Return data as an iterable of batches: what is one batch becomes a list of it.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It may be (inputs, labels) or two batches of inputs: a tuple of two tensors of one length, or a list
+            of two whose dimensions or types differ. Nothing is guessed, whatever the task.
+    """
+    if is_one_batch(data):
+        return [data]
+    if not isinstance(data, Iterable):
+        hint = "; wrap it in a DataLoader" if hasattr(data, "__getitem__") else ""
+        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}{hint}")
+    match data:
+        case (Tensor() | np.ndarray() as first, Tensor() | np.ndarray() as second) if first.shape[:1] == second.shape[
+            :1
+        ] and (isinstance(data, tuple) or len(first.shape) != len(second.shape) or first.dtype != second.dtype):
+            raise ValueError(
+                f"data is a {type(data).__name__} of two tensors of one length, which reads as two batches; pass "
+                "[(inputs, labels)] for one batch with its labels, or a list of two alike tensors for two batches"
+            )
+    batches: Iterable[Any] = data
+    return batches

@@ -1,0 +1,91 @@
+"""Logits with a Gaussian distribution: their probabilities and uncertainty without a model's samples.
+
+Covariances are never written out: with the classes' eigenbasis Q they are V_n = Q diag(q_n) Q^T.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.quasirandom import SobolEngine
+
+MOST_DRAWS, LEAST_DRAWS = 64, 8
+DRAWN = 8192  # normal numbers per example, more or less
+AT_ONCE = 1 << 20  # numbers of all examples
+
+
+class GaussianLogits(NamedTuple):
+    """N(mean, Q diag(q) Q^T) for each example.
+
+    Attributes:
+        mean: (N, ..., K).
+        q: Variances in the eigenbasis, (N, ..., K).
+        basis: Q, (K, K), the same for all; None is the identity.
+    """
+
+    mean: Tensor
+    q: Tensor
+    basis: Tensor | None
+
+    def variance(self) -> Tensor:
+        """Return the variance of each logit: diag(Q diag(q) Q^T)."""
+        return self.q if self.basis is None else self.q @ self.basis.square().T
+
+    def centred_variance(self) -> Tensor:
+        """Return s^2 = diag(J V J) with J = I - 1/K: the variance that a softmax can see.
+
+        With the columns of Q centred this is sum_j (J Q)_kj^2 q_j; for V = diag(q) it is
+        q_k (1 - 2/K) + sum_j q_j/K^2.
+        """
+        classes = self.mean.shape[-1]
+        if self.basis is None:
+            return self.q * (1 - 2 / classes) + self.q.sum(-1, keepdim=True) / classes**2
+        return self.q @ (self.basis - self.basis.mean(0)).square().T
+
+    def log_probs(self) -> Tensor:
+        """Return log softmax((mu - mean mu)/sqrt(1 + pi s^2/8)), the probit approximation of the mean softmax.
+
+        s^2 is centred, and times 4 for two classes, which makes it the variance of their difference: there the
+        approximation is that of the sigmoid.
+        """
+        s2 = self.centred_variance() * (4 if self.mean.shape[-1] == 2 else 1)
+        centred = self.mean - self.mean.mean(-1, keepdim=True)
+        return F.log_softmax((centred / (1 + math.pi / 8 * s2).sqrt()).cpu().double(), -1)
+
+    def mutual_information(self) -> Tensor:
+        """Return the entropy of the mean softmax minus the mean of the entropies, both over the same draws.
+
+        The draws mu + Q (sqrt(q) * eps) use the same eps for every example: a few quasi-random ones, no seed.
+        """
+        size = self.q.sqrt()
+        total, entropy = torch.zeros_like(size), torch.zeros_like(size[..., 0])
+        normals = normal_points(self.mean.shape[-1]).to(size)
+        for eps in torch.split(normals, max(1, AT_ONCE // max(1, size.numel()))):
+            away = size * eps.view(len(eps), *(1,) * (size.dim() - 1), -1)
+            away = away if self.basis is None else away @ self.basis.T
+            log_p = F.log_softmax(self.mean + away, -1)
+            p = log_p.exp()
+            total, entropy = total + p.sum(0), entropy - _xlogx(p, log_p).sum(0)
+        mean = total / len(normals)
+        found = -_xlogx(mean, mean.log()) - entropy / len(normals)
+        return found.clamp_min(0).cpu().double()
+
+
+def _xlogx(p: Tensor, log_p: Tensor) -> Tensor:
+    return torch.where(p == 0, 0.0, p * log_p).sum(-1)
+
+
+@lru_cache(maxsize=4)
+def normal_points(classes: int) -> Tensor:
+    """Return a few normal vectors that cover the space evenly, (points, classes), always the same."""
+    count = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN // classes))
+    if classes > SobolEngine.MAXDIM:
+        half = torch.randn(count // 2, classes, generator=torch.Generator().manual_seed(0), device="cpu")
+        return torch.cat([half, -half])
+    with torch.inference_mode(False):
+        engine = SobolEngine(classes, scramble=True, seed=0)  # type: ignore[no-untyped-call]
+        points: Tensor = torch.special.ndtri(engine.draw(count, dtype=torch.float64).clamp(1e-6, 1 - 1e-6))
+        return points.float()

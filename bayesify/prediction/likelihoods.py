@@ -1,0 +1,345 @@
+"""Likelihoods p(y|x): the loss of each example, its curvature in the model's outputs, and the NLL of a mixture.
+
+A likelihood is a name, an object of this module, or a function of (output, target). Where none is given it is found
+from what the model returns and what the targets are, and where these leave a choice the error names it.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bayesify.prediction.batches import logits_of
+from bayesify.prediction.roots import along_axes, by_signs, hessian_roots, softmax_roots
+from bayesify.prediction.targets import (
+    IGNORED,
+    as_target,
+    checked,
+    class_labels,
+    classes_last,
+    mean_and_log_var,
+    same_shape,
+    values_like,
+)
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Likelihood(ABC):
+    """-log p(y|x) of each example, given by the model's output.
+
+    An example is made of items (tokens, pixels, several targets), which are independent given the weights.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return -log p of every item, (examples, ...); 0 for items that do not count.
+
+        Raises:
+            ValueError: The targets do not fit the outputs.
+        """
+
+    @abstractmethod
+    def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
+        """Return tensors s_k of the outputs' shape with sum_k s_k s_k^T = H for every example.
+
+        H is the Hessian of the example's loss in its outputs, or its expectation over the targets where that is not
+        positive. Exactly for few outputs, else in expectation over `generator`.
+        """
+
+    def curvature(self, outputs: Tensor, target: Any, generator: torch.Generator, *, diagonal: bool) -> Tensor:
+        """Return the sum over the examples of H, for outputs (examples, K): (K, K), or its diagonal."""
+        total = outputs.new_zeros(outputs.shape[1] if diagonal else (outputs.shape[1],) * 2)
+        for root in self.roots(outputs, target, generator):
+            total += root.square().sum(0) if diagonal else root.T @ root
+        return total
+
+    def losses(self, output: Any, target: Any) -> Tensor:
+        """Return one value per example, the sum over its items.
+
+        Raises:
+            ValueError: The targets do not fit the output, or the loss is of another shape or not finite.
+        """
+        found = checked(self.item_losses(logits_of(output), target), target)
+        return found.flatten(1).sum(1) if found.dim() > 1 else found
+
+    def mixture_nll(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return -log 1/S sum_s p_s(y) summed over each example's items, (examples,), for outputs (S, examples, ...).
+
+        Items are taken one by one, as the scores of a prediction do.
+        """
+        each = torch.stack([self.item_losses(sample, target).double() for sample in outputs])
+        mixed = math.log(len(each)) - torch.logsumexp(-each, 0)
+        return mixed.flatten(1).sum(1) if mixed.dim() > 1 else mixed
+
+    def items(self, target: Any, count: int) -> int:
+        """Return how many items of data `count` examples are: what num_data counts."""
+        return count
+
+    def observe(self, output: Any, target: Any) -> None:  # noqa: B027, most have nothing to learn from it
+        """See one batch of the data of the fit."""
+
+    def join(self, gathered: Callable[[Any], list[Any]]) -> None:  # noqa: B027
+        """Join what several processes have observed, by a function that returns everyone's copy of a value."""
+
+    def settle(self, curvature: str) -> float:
+        """End the fit: return the factor that the curvature collected so far lacks."""
+        return 1.0
+
+
+class Classification(Likelihood):
+    """Cross-entropy: integer labels, or probabilities of the logits' shape.
+
+    Logits are (N, K) with labels (N,), or (N, T, K) with (N, T), as token classifiers have them, or (N, K, H, W, ...)
+    with (N, H, W, ...), as segmentation has them. Beyond (N, K), labels of -100 do not count.
+    """
+
+    name = "classification"
+
+    def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return -log softmax(outputs)_y of every item."""
+        logits = classes_last(outputs)
+        labels = class_labels(logits, target)
+        log_probs = F.log_softmax(logits, -1)
+        if labels.is_floating_point():
+            return -(labels * log_probs).sum(-1)
+        losses = -log_probs.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(labels == IGNORED, torch.zeros_like(losses), losses)
+
+    def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
+        """Return roots of H = diag(p) - p p^T for every item."""
+        logits = classes_last(outputs.detach())
+        labels = class_labels(logits, target)
+        counts = torch.ones_like(logits[..., 0]) if labels.is_floating_point() else (labels != IGNORED).to(logits)
+        found = softmax_roots(logits, counts, generator)
+        return [root.movedim(-1, 1) for root in found] if outputs.dim() >= 4 else found
+
+    def curvature(self, outputs: Tensor, target: Any, generator: torch.Generator, *, diagonal: bool) -> Tensor:
+        """Return sum_n diag(p_n) - p_n p_n^T, exactly for any number of classes, or its diagonal."""
+        class_labels(outputs, target)
+        p = outputs.detach().softmax(-1)
+        return (p - p.square()).sum(0) if diagonal else torch.diag(p.sum(0)) - p.T @ p
+
+    def items(self, target: Any, count: int) -> int:
+        """Return the number of labels that count."""
+        if not isinstance(target, Tensor) or target.is_floating_point() or target.dim() < 2:
+            return count
+        return int((target != IGNORED).sum())
+
+
+class Regression(Likelihood):
+    """Gaussian noise of one variance: (y - f)^2/(2 v) + 1/2 log(2 pi v), summed over an example's targets.
+
+    Args:
+        noise_var: v; where it is None, `fit_laplace` takes the mean squared residual of its data, and until then v
+            is 1. One variance serves all outputs: standardize targets of different scales.
+    """
+
+    name = "regression"
+
+    def __init__(self, noise_var: float | None = None) -> None:
+        if noise_var is not None and not (math.isfinite(noise_var) and noise_var > 0):
+            raise ValueError(f"noise_var must be finite and > 0, or None to estimate it, got {noise_var!r}")
+        self.noise_var = None if noise_var is None else float(noise_var)
+        self._squares, self._count = 0.0, 0
+
+    def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return the Gaussian's -log density of every target."""
+        var = self.noise_var or 1.0
+        return ((values_like(outputs, target) - outputs).square() / var + math.log(2 * math.pi * var)) / 2
+
+    def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
+        """Return roots of H = I/v."""
+        values_like(outputs, target)
+        return along_axes(torch.full_like(outputs.detach(), (self.noise_var or 1.0) ** -0.5), generator)
+
+    def observe(self, output: Any, target: Any) -> None:
+        """Add a batch's residuals."""
+        outputs = logits_of(output).detach()
+        self._squares += float((values_like(outputs, target) - outputs).double().square().sum())
+        self._count += outputs.numel()
+
+    def join(self, gathered: Callable[[Any], list[Any]]) -> None:
+        """Sum the residuals of all processes."""
+        found = gathered((self._squares, self._count))
+        self._squares, self._count = sum(s for s, _ in found), sum(n for _, n in found)
+
+    def settle(self, curvature: str) -> float:
+        """Set v, where it was not given, to the mean squared residual; curvatures so far were taken at v = 1.
+
+        The Gauss-Newton curvature goes with 1/v, the squared gradients of the empirical Fisher with 1/v^2.
+
+        Raises:
+            ValueError: The residuals are 0.
+        """
+        if self.noise_var is not None:
+            return 1.0
+        if not self._squares > 0:
+            raise ValueError("all residuals are 0: the noise is unknown; pass likelihood=Regression(noise_var=...)")
+        self.noise_var = self._squares / self._count
+        return float(self.noise_var ** (-1 if curvature == "ggn" else -2))
+
+
+class Heteroscedastic(Likelihood):
+    """Gaussian noise of the model's own: the last dimension of its outputs is the means, then their log variances.
+
+    1/2 (w + (y - m)^2 exp(-w) + log 2 pi) for a mean m and a log variance w.
+    """
+
+    name = "heteroscedastic"
+
+    def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return the Gaussian's -log density of every target."""
+        mean, log_var = mean_and_log_var(outputs)
+        squares = (values_like(mean, target) - mean).square()
+        return (log_var + squares * torch.exp(-log_var) + math.log(2 * math.pi)) / 2
+
+    def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
+        """Return roots of E[H] = diag(exp(-w), 1/2), the Fisher information: H itself is not positive."""
+        mean, log_var = mean_and_log_var(outputs.detach())
+        values_like(mean, target)
+        scale = torch.cat([torch.exp(-log_var / 2).flatten(1), torch.full_like(mean, 0.5**0.5).flatten(1)], -1)
+        return along_axes(scale.view_as(outputs), generator)
+
+
+class Multilabel(Likelihood):
+    """Independent Bernoulli labels: binary cross-entropy of every output, for targets in 0..1 of the logits' shape."""
+
+    name = "multilabel"
+
+    def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return softplus(f) - y f of every label."""
+        return F.softplus(outputs) - self._labels(outputs, target) * outputs
+
+    def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
+        """Return roots of H = diag(p (1 - p))."""
+        self._labels(outputs, target)
+        p = outputs.detach().sigmoid()
+        return along_axes((p * (1 - p)).sqrt(), generator)
+
+    @staticmethod
+    def _labels(outputs: Tensor, target: Any) -> Tensor:
+        labels = values_like(outputs, target.to(outputs.dtype) if isinstance(target, Tensor) else target)
+        if labels.numel() and not (float(labels.min()) >= 0 and float(labels.max()) <= 1):
+            raise ValueError(
+                f"labels of 'multilabel' must be in 0..1, got {float(labels.min()):g}..{float(labels.max()):g}"
+            )
+        return labels
+
+
+class Given(Likelihood):
+    """A function of (output, target) that returns one value per example.
+
+    Args:
+        loss: The function; where the model returns an object, it may take the object or its logits.
+    """
+
+    name = "given"
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self._takes_logits: bool | None = None
+
+    def losses(self, output: Any, target: Any) -> Tensor:
+        """Return one value per example."""
+        if isinstance(output, Tensor) or self._takes_logits:
+            return checked(self.loss(logits_of(output), target), target, dims=1)
+        try:
+            found = self.loss(output, target)
+        except (TypeError, AttributeError):
+            found = self.loss(logits_of(output), target)
+            self._takes_logits = True
+        return checked(found, target, dims=1)
+
+    def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return the losses for a tensor of logits, whatever object the model returns them in."""
+        try:
+            return self.losses(outputs, target)
+        except AttributeError:
+            if self._takes_logits:
+                raise
+            return self.losses(SimpleNamespace(logits=outputs), target)
+
+    def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
+        """Return roots of the Hessian, by differentiating twice."""
+        outputs = outputs.detach()
+        return by_signs(hessian_roots(lambda leaf: self.item_losses(leaf, target), outputs), outputs, generator)
+
+
+NAMES: dict[str, Callable[[], Likelihood]] = {
+    "classification": Classification,
+    "tokens": Classification,
+    "regression": Regression,
+    "heteroscedastic": Heteroscedastic,
+    "multilabel": Multilabel,
+}
+
+
+def likelihood_of(given: Any, loss: Loss | None = None) -> Likelihood | None:
+    """Turn what a caller gives into a likelihood; None is to be found from the data.
+
+    Raises:
+        ValueError: The name is unknown, or there is a loss too.
+        TypeError: It is of another kind.
+    """
+    if loss is not None:
+        if not callable(loss):
+            raise TypeError(f"loss must be a function of (output, target), got {loss!r}")
+        if given is not None:
+            raise ValueError("give loss= or likelihood=, not both")
+        return Given(loss)
+    if given is None or isinstance(given, Likelihood):
+        return given
+    if isinstance(given, str):
+        if given not in NAMES:
+            raise ValueError(f"likelihood must be one of {list(NAMES)} or a function, got {given!r}")
+        return NAMES[given]()
+    if not callable(given) or isinstance(given, type):
+        raise TypeError(f"likelihood must be one of {list(NAMES)}, or a function of (output, target), got {given!r}")
+    return Given(given)
+
+
+def found_likelihood(output: Any, target: Any) -> Likelihood:
+    """Find the likelihood that outputs and targets leave no choice about.
+
+    Integer labels (N,) for logits (N, K > 1) and labels of the positions of (N, T, K) or (N, K, H, W) are a
+    classification; Booleans of the outputs' shape are multilabel; floats of the outputs' shape that are not all in
+    0..1 a regression; floats that are half as many as the outputs, and not all whole, a heteroscedastic regression.
+
+    Raises:
+        ValueError: There are no targets, or they leave a choice; the message names it.
+    """
+    outputs, target = logits_of(output).detach(), as_target(target, logits_of(output))
+    shape, wanted = tuple(target.shape), tuple(outputs.shape)
+    if target.is_floating_point():
+        if same_shape(shape, wanted):
+            if bool(((target < 0) | (target > 1)).any()):
+                return Regression()
+            choice = ["'regression' (Gaussian noise)", "'multilabel' (probabilities of independent labels)"]
+            choice += ["'classification' (probabilities of classes)"] if outputs.dim() > 1 and wanted[1] > 1 else []
+            raise _choice("floats in 0..1", shape, wanted, choice)
+        if same_shape(shape, (*wanted[:-1], wanted[-1] // 2)) and not bool((target == target.round()).all()):
+            return Heteroscedastic()
+        raise _choice("floats", shape, wanted, ["'classification' with labels.long()", "a loss= of your own"])
+    if target.dtype == torch.bool and shape == wanted:
+        return Multilabel()
+    if outputs.dim() >= 2 and classes_last(outputs).shape[-1] > 1 and shape == tuple(classes_last(outputs).shape[:-1]):
+        return Classification()
+    if outputs.dim() == 2 and wanted[1] > 1 and shape != wanted:
+        return Classification()  # says itself what is wrong with the labels' shape
+    choice = ["'multilabel' (labels 0 and 1, one output each)", "'regression' with targets.float()"]
+    raise _choice("integers", shape, wanted, [*choice, "a loss= of your own"])
+
+
+def _choice(kind: str, shape: tuple[int, ...], outputs: tuple[int, ...], choice: list[str]) -> ValueError:
+    return ValueError(
+        f"targets that are {kind} of shape {shape} for outputs of shape {outputs} do not tell the likelihood; "
+        f"give likelihood=: {', or '.join(choice)}"
+    )

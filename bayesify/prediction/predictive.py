@@ -1,0 +1,260 @@
+"""A classifier's predictive distribution: what the model says, how sure it is, and where the doubt comes from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.pieces import in_full, join, join_labels, one_of, said, stack_samples
+from bayesify.prediction.showing import frame, shown
+from bayesify.prediction.targets import IGNORED, classes_last
+from bayesify.quality import metrics
+from bayesify.quality.arrays import Array
+from bayesify.quality.conformal import conformal_sets
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+@dataclass(frozen=True, eq=False)
+class Predictive:
+    """The average over posterior samples of a classifier's probabilities.
+
+    p(y|x) = 1/S sum_s softmax(logits_s(x)), computed in log space.
+
+    Attributes:
+        log_probs: Log of the averaged probabilities, (N, ..., K).
+        expected_entropy: Mean over the samples of their entropies (aleatoric), (N, ...).
+        logits: Per-sample logits, (S, N, ..., K); None where they were not kept.
+        labels: The labels that came with the data, or None.
+        num_samples: S; 0 where the posterior mean or a closed form was used.
+        closed_form: Whether the average is over Gaussian logits, by `bayesify.prediction.gaussian.GaussianLogits`;
+            `logits` are then the mean's, (1, N, ..., K).
+    """
+
+    log_probs: Tensor
+    expected_entropy: Tensor
+    logits: Tensor | None
+    labels: Tensor | None
+    num_samples: int
+    closed_form: bool = False
+
+    @classmethod
+    def from_logits(cls, logits: "Array | Sequence[Array]", labels: Any = None) -> "Predictive":
+        """Return the prediction of an ensemble that was made by hand, or of one model.
+
+        Args:
+            logits: (S, N, ..., K) with the classes last, or a list of S arrays (N, ..., K); (N, K) is one model.
+            labels: Integer classes, (N, ...), if there are any.
+
+        Returns:
+            1/S sum_s softmax(logits_s), with the mean of the members' entropies.
+
+        Raises:
+            ValueError: The shapes do not fit.
+
+        Example:
+            >>> Predictive.from_logits(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]))
+            Predictive(1 examples, 2 classes, 2 samples)
+        """
+        members = [in_full(torch.as_tensor(member)) for member in logits]
+        each = torch.stack(members) if len({m.shape for m in members}) == 1 else torch.empty(0)
+        count = 0 if each.dim() == 2 else len(each)
+        each = each.unsqueeze(0) if each.dim() == 2 else each
+        if each.dim() < 3 or each.shape[-1] < 2 or not each.shape[1]:
+            raise ValueError(
+                "logits must be (S, N, ..., K) with two classes or more, or (N, K) of one model, got "
+                f"{[tuple(m.shape) for m in members[:3]]} for the first members; stack equal shapes, classes last"
+            )
+        # One after the other, as `predict` adds its samples: the same logits give the same bits.
+        log_probs = [F.log_softmax(member.double(), -1) for member in each]
+        return cls(
+            log_probs=(reduce(torch.logaddexp, log_probs) - math.log(len(each))).clamp_max_(0),
+            expected_entropy=reduce(torch.add, map(entropy_of, log_probs)) / len(each),
+            logits=each,
+            labels=join_labels([labels], each.shape[1]),
+            num_samples=count,
+        )
+
+    @property
+    def probs(self) -> Tensor:
+        """Averaged probabilities, (N, ..., K)."""
+        return self.log_probs.exp()
+
+    @property
+    def confidence(self) -> Tensor:
+        """Probability of the most probable class."""
+        return self.log_probs.amax(-1).exp()
+
+    @property
+    def prediction(self) -> Tensor:
+        """The most probable class."""
+        return self.log_probs.argmax(-1)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of the average (total uncertainty): -sum_k p_k log p_k."""
+        return entropy_of(self.log_probs)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Entropy minus expected entropy (epistemic uncertainty); never negative."""
+        return (self.entropy - self.expected_entropy).clamp_min(0)
+
+    def select(self, threshold: float) -> Tensor:
+        """Tell which examples to answer, Booleans (N, ...): those of at least this confidence.
+
+        `metrics.abstain_threshold` finds a threshold that keeps a promise about the error.
+        """
+        return self.confidence >= threshold
+
+    def sets(self, quantile: float, kind: str | None = None) -> Tensor:
+        """Tell which classes are in each example's conformal set, Booleans (N, ..., K).
+
+        Args:
+            quantile: What `metrics.conformal_quantile` returned for labelled data of the same source.
+            kind: "lac" or "aps", for a quantile that is a plain number.
+        """
+        return conformal_sets(self.probs.flatten(0, -2), quantile, kind).view_as(self.log_probs)
+
+    def __len__(self) -> int:
+        return len(self.log_probs)
+
+    def __getitem__(self, index: Any) -> "Predictive":
+        """Take some of the examples."""
+        index = one_of(index, len(self))
+        return replace(
+            self,
+            log_probs=self.log_probs[index],
+            expected_entropy=self.expected_entropy[index],
+            logits=None if self.logits is None else self.logits[:, index],
+            labels=None if self.labels is None else self.labels[index],
+        )
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the arrays by name."""
+        names = ("probs", "confidence", "prediction", "entropy", "expected_entropy", "mutual_information")
+        out = {name: getattr(self, name).numpy() for name in names}
+        if self.logits is not None:
+            out["logits"] = self.logits.numpy()
+        if self.labels is not None:
+            out["labels"] = self.labels.numpy()
+        return out
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with one row per item: class, doubts, label, and the probability of each class."""
+        names = ("prediction", "confidence", "entropy", "expected_entropy", "mutual_information", "labels")
+        columns = {name: getattr(self, name) for name in names}
+        columns |= {f"p_{k}": p for k, p in enumerate(self.probs.unbind(-1))}
+        return frame(columns, self.expected_entropy.shape)
+
+    @cached_property
+    def scores(self) -> dict[str, float]:
+        """Error, NLL and ECE (top label) against the labels; empty where there are none."""
+        flat = self.flat()
+        if flat.labels is None:
+            return {}
+        return {
+            "error": metrics.error(flat.probs, flat.labels),
+            "nll": float(F.nll_loss(flat.log_probs, flat.labels.long())),
+            "ece": metrics.ece(flat.probs, flat.labels),
+        }
+
+    def flat(self) -> "Predictive":
+        """Return one row per item (token, pixel), without those whose label is -100."""
+        kept = slice(None) if self.labels is None else self.labels.flatten() != IGNORED
+        return replace(
+            self,
+            log_probs=self.log_probs.flatten(0, -2)[kept],
+            expected_entropy=self.expected_entropy.flatten()[kept],
+            logits=None if self.logits is None else self.logits.flatten(1, -2)[:, kept],
+            labels=None if self.labels is None else self.labels.flatten()[kept],
+        )
+
+    def __repr__(self) -> str:
+        what = said(self.num_samples, self.closed_form)
+        if not bool(self.log_probs.sum(-1).isnan().any()):
+            scores = self._scores_in_words()
+        else:
+            scores = ", outputs that are not finite"
+        return f"Predictive({len(self)} examples, {self.log_probs.shape[-1]} classes, {what}{scores})"
+
+    def _repr_html_(self) -> str:
+        flat = self.flat()
+        names = ("prediction", "labels", "confidence", "entropy", "mutual_information")
+        return shown(repr(self), {name: getattr(flat, name) for name in names}, flat.entropy)
+
+    def _scores_in_words(self) -> str:
+        try:
+            return "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
+        except (ValueError, IndexError, RuntimeError):  # labels of another kind, or of another set of classes
+            return ", labels that do not fit the classes"
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Return -sum_k p_k log p_k, with 0 log 0 = 0."""
+    probs = log_probs.exp()
+    return -torch.where(probs == 0, 0.0, probs * log_probs).sum(-1)
+
+
+class ClassificationTally:
+    """Collect a classifier's outputs sample by sample, keeping the logits or only their running average."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self.log_sums: dict[int, Tensor] = {}
+        self.entropies: dict[int, Tensor] = {}
+        self.logits: dict[tuple[int, int], Tensor] = {}
+
+    def add(self, sample: int, batch: int, output: Tensor) -> None:
+        """Add the output of one sample on one batch."""
+        logits = in_full(self._classes_last(output))
+        log_probs = F.log_softmax(logits.double(), -1)
+        entropy = entropy_of(log_probs)
+        if batch in self.log_sums:
+            log_probs = torch.logaddexp(self.log_sums[batch], log_probs)
+            entropy = self.entropies[batch] + entropy
+        self.log_sums[batch], self.entropies[batch] = log_probs, entropy
+        if self.keep:
+            self.logits[sample, batch] = logits
+
+    @staticmethod
+    def _classes_last(output: Tensor) -> Tensor:
+        if output.dim() < 2 or (output.dim() == 2 and output.shape[1] < 2):
+            raise ValueError(
+                f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
+                "give a binary model two outputs, or use task='multilabel' for a yes or no, 'regression' for a number"
+            )
+        return classes_last(output)
+
+    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
+        """Add one batch whose logits have a Gaussian distribution around a model's output.
+
+        The expected entropy is what is left of the entropy without the mutual information, which comes from draws of
+        the logits alone.
+        """
+        self._classes_last(output)
+        log_probs = logits.log_probs()
+        self.log_sums[batch] = log_probs
+        self.entropies[batch] = (entropy_of(log_probs) - logits.mutual_information()).clamp_min(0)
+        if self.keep:
+            self.logits[0, batch] = in_full(output)
+
+    def finish(self, num_samples: int, labels: list[Any], *, closed_form: bool = False) -> Predictive:
+        """Return the predictive distribution over all batches."""
+        count, order = max(num_samples, 1), sorted(self.log_sums)
+        return Predictive(
+            log_probs=(join([self.log_sums[b] for b in order]) - math.log(count)).clamp_max_(0),
+            expected_entropy=join([self.entropies[b] for b in order]) / count,
+            logits=stack_samples(self.logits, count, order) if self.keep else None,
+            labels=join_labels(labels, sum(len(self.log_sums[b]) for b in order)),
+            num_samples=num_samples,
+            closed_form=closed_form,
+        )

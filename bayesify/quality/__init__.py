@@ -1,0 +1,1 @@
+"""How good the uncertainty is: metrics, temperature, plots, the report."""

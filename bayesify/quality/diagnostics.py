@@ -1,0 +1,155 @@
+"""Whether chains are any good: R-hat and the effective sample size of function values.
+
+Weights of a network can be exchanged without changing what it computes, so that chains which agree differ in their
+weights. What should agree are function values: outputs on a few inputs, a loss. Values come as (chains, draws, ...),
+and every element of what follows is a quantity of its own.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesify.quality.arrays import Array
+
+FEWEST = 4  # draws of a chain: two halves, each with a variance
+GOOD_RHAT, GOOD_ESS = 1.01, 400.0
+
+
+class Diagnosis(NamedTuple):
+    """How well chains have mixed, over all quantities.
+
+    Attributes:
+        rhat: The largest R-hat.
+        ess: The smallest effective sample size.
+        chains: How many chains there are.
+        draws: How many draws each has.
+    """
+
+    rhat: float
+    ess: float
+    chains: int
+    draws: int
+
+    @property
+    def good(self) -> bool:
+        """Whether R-hat is at most 1.01 and there are 400 effective draws at least (Vehtari et al. 2021)."""
+        return self.rhat <= GOOD_RHAT and self.ess >= GOOD_ESS
+
+    def __str__(self) -> str:
+        verdict = "mixed" if self.good else "not mixed: run longer, or from more starts"
+        return (
+            f"{self.chains} chains of {self.draws} draws: R-hat {self.rhat:.3f} (at most {GOOD_RHAT}), "
+            f"{self.ess:.0f} effective draws (at least {GOOD_ESS:.0f}); {verdict}"
+        )
+
+
+def diagnose(values: Array) -> Diagnosis:
+    """Return the worst R-hat and effective sample size over all quantities.
+
+    Args:
+        values: (chains, draws, ...), such as the outputs of each chain's states on a few inputs.
+
+    Raises:
+        ValueError: The shape is another, a value is not finite, or a chain has fewer than four draws.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import diagnostics
+        >>> values = torch.randn(4, 500, 3, generator=torch.Generator().manual_seed(0))
+        >>> diagnostics.diagnose(values).good, diagnostics.diagnose(values + torch.arange(4).view(4, 1, 1)).good
+        (True, False)
+    """
+    x = _checked(values)
+    return Diagnosis(float(rhat(x).max()), float(ess(x).min()), x.shape[0], x.shape[1])
+
+
+def rhat(values: Array) -> Tensor:
+    """Return the split R-hat of every quantity (Gelman et al. 2013): 1 where the chains agree.
+
+    Each chain is cut into halves of n draws, which makes M chains. With W the mean of their variances and B/n the
+    variance of their means, R = sqrt(((n-1)/n W + B/n)/W). Where nothing moves it is 1, or infinite if the
+    chains differ.
+
+    Args:
+        values: (chains, draws, ...).
+
+    Returns:
+        One number per quantity, in float64, of the shape of what follows chains and draws.
+
+    Example:
+        >>> rhat([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]])
+        tensor(0.7071, dtype=torch.float64)
+    """
+    halves = _halves(_checked(values))
+    within, total = _variances(halves)
+    return torch.where(within > 0, (total / within).sqrt(), torch.where(total > 0, math.inf, 1.0))
+
+
+def ess(values: Array) -> Tensor:
+    """Return how many independent draws would estimate the mean of every quantity as well.
+
+    M n/tau for the M halves of n draws each, tau = -1 + 2 sum_k P_k, with P_k = rho_2k + rho_2k+1 summed while they are
+    positive, each at most the one before (Geyer 1992); rho_t = 1 - (W - mean of the autocovariances at lag t)/V, where
+    V = (n-1)/n W + B/n as in `rhat` and autocovariances are divided by n. At most M n log10(M n), for chains that
+    swing. Where nothing moves it is all the draws, or 1 if the chains differ.
+
+    Args:
+        values: (chains, draws, ...).
+
+    Returns:
+        One number per quantity, in float64, of the shape of what follows chains and draws.
+
+    Example:
+        >>> bool(ess(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))) > 1500)
+        True
+    """
+    halves = _halves(_checked(values))
+    count, n = halves.shape[:2]
+    within, total = _variances(halves)
+    moving = within > 0
+    mean_autocovariance = _autocovariances(halves).mean(0)
+    rho = 1 - (within - mean_autocovariance) / torch.where(moving, total, 1.0)
+    rho[0] = 1
+    pairs = rho[0 : n // 2 * 2 : 2] + rho[1 : n // 2 * 2 : 2]
+    positive = (pairs > 0).long().cumprod(0)
+    tau = 2 * (pairs.cummin(0).values * positive).sum(0) - 1
+    size = count * n
+    found = size / tau.clamp_min(1 / math.log10(size))
+    return torch.where(moving, found, torch.where(total > 0, 1.0, float(size)))
+
+
+def _checked(values: Array) -> Tensor:
+    """Return values in float64, if they are chains."""
+    x = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    if x.dim() < 2 or not x.numel() or x.shape[1] < FEWEST:
+        raise ValueError(
+            f"values must be (chains, draws, ...) with {FEWEST} draws of each chain at least, got shape "
+            f"{tuple(x.shape)}; a single chain is values[None]"
+        )
+    if not bool(x.isfinite().all()):
+        raise ValueError("values must be finite; a chain has diverged, take a smaller learning rate")
+    return x
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Cut (C, S, ...) into (2C, S//2, ...); the draw in the middle of an odd number is left out."""
+    n = x.shape[1] // 2
+    return torch.cat([x[:, :n], x[:, -n:]])
+
+
+def _variances(halves: Tensor) -> tuple[Tensor, Tensor]:
+    """Return W and (n-1)/n W + B/n."""
+    n = halves.shape[1]
+    within = halves.var(1).mean(0)
+    return within, (n - 1) / n * within + halves.mean(1).var(0)
+
+
+def _autocovariances(halves: Tensor) -> Tensor:
+    """Return 1/n sum_i (x_i - mean)(x_i+t - mean) for all lags t, by a Fourier transform of twice the length."""
+    n = halves.shape[1]
+    away = halves - halves.mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(away, n=2 * n, dim=1)
+    sums: Tensor = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=1)
+    return sums[:, :n] / n

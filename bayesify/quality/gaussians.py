@@ -1,0 +1,222 @@
+"""Scores of Gaussian predictions, and of mixtures of Gaussians with equal weights: one per posterior sample.
+
+A prediction is means and standard deviations of the targets' shape, or of (S, *shape) for a mixture of S. What begins
+with `mixture_` works element by element on float64 tensors of (S, ...), and a standard deviation of 0 is its limit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bayesify.quality.arrays import Array, to_double
+from bayesify.quality.temperature import golden_section
+
+_TINY = 1e-300  # stands for a standard deviation of 0 in a quotient
+_BISECTIONS = 100
+_GRID = 61
+_LEAST_NOISE, _MOST_NOISE = 1e-8, 4.0
+
+
+def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
+    """Mean negative log-likelihood, -log 1/S sum_s N(y; m_s, s_s^2); for one Gaussian 1/2 log 2 pi s^2 + (y-m)^2/2 s^2.
+
+    Args:
+        mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
+        std: Predicted standard deviations, the same shape, positive.
+        targets: What was observed.
+
+    Returns:
+        The mean over all targets.
+
+    Example:
+        >>> round(gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
+        0.9189
+    """
+    return float(mixture_nll(*_checked(mean, std, targets)).mean())
+
+
+def crps(mean: Array, std: Array, targets: Array) -> float:
+    """Continuous ranked probability score, the integral over x of (F(x) - 1[x >= y])^2, in the targets' unit.
+
+    In closed form, 1/S sum_i A(y - m_i, s_i^2) - 1/(2 S^2) sum_ij A(m_i - m_j, s_i^2 + s_j^2), where
+    A(d, v) = d (2 Phi(d/sqrt v) - 1) + 2 sqrt v phi(d/sqrt v) is the expected |d + sqrt v eps|.
+
+    Args:
+        mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
+        std: Predicted standard deviations, the same shape, positive.
+        targets: What was observed.
+
+    Returns:
+        The mean over all targets; smaller is better, and for a point it is the absolute error.
+
+    Example:
+        >>> round(crps(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
+        0.2337
+    """
+    return float(mixture_crps(*_checked(mean, std, targets)).mean())
+
+
+def interval_coverage(mean: Array, std: Array, targets: Array, level: float = 0.95) -> float:
+    """Fraction of targets in the central interval: (1 - level)/2 <= F(y) <= (1 + level)/2.
+
+    For one Gaussian that is |y - m| <= sqrt 2 erfinv(level) s.
+
+    Args:
+        mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
+        std: Predicted standard deviations, the same shape, positive.
+        targets: What was observed.
+        level: The probability of the interval, between 0 and 1.
+
+    Returns:
+        The coverage; near `level` for honest standard deviations.
+
+    Example:
+        >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([1.9, 2.0]))
+        0.5
+    """
+    check_level(level)
+    m, s, y = _checked(mean, std, targets)
+    return float(((mixture_cdf(m, s, y) - 0.5).abs() <= level / 2).double().mean())
+
+
+def interval_score(low: Array, high: Array, targets: Array, level: float = 0.95) -> float:
+    """Score of a central interval: its width, and 2/alpha times how far it misses, with alpha = 1 - level.
+
+    Args:
+        low: Lower ends, of the targets' shape.
+        high: Upper ends.
+        targets: What was observed.
+        level: The probability that the interval claims.
+
+    Returns:
+        The mean over all targets; smaller is better, and honest quantiles have the smallest expectation.
+
+    Example:
+        >>> interval_score(torch.zeros(1), torch.ones(1), torch.tensor([1.5]), level=0.5)
+        3.0
+    """
+    check_level(level)
+    a, b, y = _one_shape({"low": low, "high": high, "targets": targets})
+    if bool((b < a).any()):
+        raise ValueError("high must be at least low, got intervals that end before they begin; swap the arguments")
+    missed = (a - y).clamp_min(0) + (y - b).clamp_min(0)
+    return float((b - a + 2 / (1 - level) * missed).mean())
+
+
+def fit_noise(outputs: Array, targets: Array) -> float:
+    """Find the noise variance v that maximizes the likelihood of `targets`.
+
+    It minimizes - 1/N sum_n log 1/S sum_s N(y_n; f_s(x_n), v) by a grid in log v and golden sections. Fit on held-out
+    data: residuals of the training data are too small wherever the model overfits.
+
+    Args:
+        outputs: The outputs of each posterior sample, (S, *shape), or of one model, of the targets' shape.
+        targets: What was observed.
+
+    Returns:
+        The variance, for `RegressionPredictive.with_noise` or `likelihoods.Regression`.
+
+    Raises:
+        ValueError: The shapes do not fit, or a model hits every target exactly.
+
+    Example:
+        >>> round(fit_noise(torch.zeros(2), torch.tensor([1.0, -1.0])), 4)
+        1.0
+    """
+    f, y = to_double(outputs, "outputs"), to_double(targets, "targets")
+    f = _samples_first(f, y, "outputs")
+    largest = float((y - f).square().mean(tuple(range(1, f.dim()))).max())
+    if largest == 0:
+        raise ValueError("outputs equal the targets exactly, so that there is no noise to fit; fit on held-out data")
+
+    def nll(log_var: float) -> float:
+        return float(mixture_nll(f, torch.full_like(f, math.exp(log_var / 2)), y).mean())
+
+    ends = math.log(largest * _LEAST_NOISE), math.log(largest * _MOST_NOISE)
+    grid = torch.linspace(*ends, _GRID, dtype=torch.float64).tolist()
+    curve = {v: nll(v) for v in grid}
+    best = grid.index(min(curve, key=curve.__getitem__))
+    curve |= golden_section(nll, grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)])
+    return math.exp(min(curve, key=curve.__getitem__))
+
+
+def mixture_nll(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
+    """Return -log 1/S sum_s N(y; m_s, s_s^2) of every target; infinite for points that miss."""
+    s = std.clamp_min(_TINY)
+    log_density = -((targets - mean) / s).square() / 2 - s.log() - math.log(2 * math.pi) / 2
+    return math.log(len(mean)) - torch.logsumexp(log_density, 0)
+
+
+def mixture_crps(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
+    """Return the CRPS of every target; see `crps`."""
+    total = expected_distance(targets - mean, std).mean(0)
+    for m, s in zip(mean, std, strict=True):
+        total = total - expected_distance(m - mean, (s.square() + std.square()).sqrt()).mean(0) / (2 * len(mean))
+    return total
+
+
+def expected_distance(shift: Tensor, std: Tensor) -> Tensor:
+    """Return E|d + s eps| = d (2 Phi(d/s) - 1) + 2 s phi(d/s) = d erf(d/(s sqrt 2)) + s sqrt(2/pi) exp(-d^2/2 s^2)."""
+    z = shift / std.clamp_min(_TINY)
+    return shift * torch.erf(z / 2**0.5) + std * math.sqrt(2 / math.pi) * torch.exp(-z.square() / 2)
+
+
+def mixture_cdf(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
+    """Return F(y) = 1/S sum_s Phi((y - m_s)/s_s)."""
+    each: Tensor = torch.special.ndtr((targets - mean) / std.clamp_min(_TINY))
+    return each.mean(0)
+
+
+def mixture_quantile(mean: Tensor, std: Tensor, probability: float) -> Tensor:
+    """Return the q with F(q) = probability by bisection: it lies between the quantiles of the components."""
+    z = float(torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)))
+    each = mean + z * std
+    low, high = each.amin(0), each.amax(0)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        below = mixture_cdf(mean, std, middle) < probability
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def check_level(level: float) -> None:
+    """Raise unless a level is a probability."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is customary")
+
+
+def _checked(mean: Array, std: Array, targets: Array) -> tuple[Tensor, Tensor, Tensor]:
+    """Return means and standard deviations of shape (S, *shape), and targets of that shape."""
+    m, s, y = to_double(mean, "mean"), to_double(std, "std"), to_double(targets, "targets")
+    if m.shape != s.shape or y.shape not in (m.shape, m.shape[1:]):
+        raise ValueError(
+            f"mean and std must have one shape, and targets too or without the samples in front, got {tuple(m.shape)}, "
+            f"{tuple(s.shape)} and {tuple(y.shape)}; nothing is broadcast: use expand_as or squeeze"
+        )
+    if s.min() <= 0:
+        raise ValueError(f"std must be positive, got {float(s.min()):.4g}; add the noise of the data to it")
+    return _samples_first(m, y, "mean"), _samples_first(s, y, "std"), y
+
+
+def _samples_first(values: Tensor, targets: Tensor, name: str) -> Tensor:
+    """Give values of the targets' shape a first dimension of one sample."""
+    if values.shape == targets.shape:
+        return values.unsqueeze(0)
+    if values.shape[1:] != targets.shape:
+        raise ValueError(
+            f"{name} must have the targets' shape {tuple(targets.shape)}, or the samples in front of it, "
+            f"got {tuple(values.shape)}"
+        )
+    return values
+
+
+def _one_shape(arrays: dict[str, Array]) -> tuple[Tensor, ...]:
+    """Return arrays of one shape."""
+    found = tuple(to_double(value, name) for name, value in arrays.items())
+    if len({tuple(v.shape) for v in found}) > 1:
+        shapes = ", ".join(str(tuple(v.shape)) for v in found)
+        raise ValueError(f"{', '.join(arrays)} must have one shape, got {shapes}; nothing is broadcast: use squeeze")
+    return found

@@ -1,0 +1,319 @@
+"""Estimators with scikit-learn's conventions, for people with arrays: a Bayesian network between fit and predict.
+
+Inputs are standardized, and so are the targets of a regression; the network computes in float64. The default is a small
+network whose last layer gets a Laplace posterior with a prior of the highest evidence, which needs neither samples nor
+a validation set. "sgld" takes plain gradient steps: it wants another `lr` than Adam, and more `steps`.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import bayesify as library
+from bayesify.methods.laplace.fit import fit_laplace
+from bayesify.model.checkpoint import load, save
+from bayesify.model.groups import param_groups
+from bayesify.model.method import Method
+from bayesify.model.prior_term import penalty
+from bayesify.model.wrapping import bayesify, scopes_of
+from bayesify.prediction.predicting import predict
+from bayesify.prediction.predictive import Predictive
+from bayesify.prediction.regression import RegressionPredictive
+
+from .extras import extra
+
+with extra("scikit-learn", "sklearn"):
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+
+__all__ = ["BayesClassifier", "BayesRegressor"]
+
+Array = npt.NDArray[Any]
+Build = Callable[[int, int], nn.Module]
+SCRATCH: dict[str, Any] = {"prior_mean": "zero", "prior_sig": 1.0, "nst": 30}  # of a network that starts at random
+LEAST_NOISE = 1e-6  # of the variance of the targets
+CONSTANT = 1e-12  # relative spread of a column that rounding alone explains
+
+
+class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
+    """What classification and regression share: the network, its training, and how it is pickled."""
+
+    _task: str
+
+    def __init__(
+        self,
+        method: str | Method = "la",
+        *,
+        hidden: Sequence[int] = (50,),
+        module: Build | None = None,
+        options: Mapping[str, Any] | None = None,
+        steps: int = 500,
+        batch_size: int = 64,
+        lr: float = 0.01,
+        random_state: Any = None,
+    ) -> None:
+        self.method = method
+        self.hidden = hidden
+        self.module = module
+        self.options = options
+        self.steps = steps
+        self.batch_size = batch_size
+        self.lr = lr
+        self.random_state = random_state
+
+    def _fit(self, x: Array, target: Tensor, outputs: int) -> None:
+        """Train a network on standardized inputs."""
+        for name, value in (("steps", self.steps), ("batch_size", self.batch_size)):
+            if not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        self.x_mean_, self.x_scale_ = _scales(x)
+        self.outputs_ = outputs
+        self.seed_ = int(check_random_state(self.random_state).randint(2**31 - 1))
+        data = TensorDataset(self._inputs(x), target)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed_)
+            self.model_ = self._network()
+            bayesify(self.model_, self.method, **(SCRATCH | dict(self.options or {})))
+            self.noise_var_ = self._train(self.model_, data)
+            if scopes_of(self.model_)[0].method.name == "la":
+                self._fit_laplace(self.model_, data)
+        self.model_.eval()
+
+    def _network(self) -> nn.Module:
+        """Build the network, untrained."""
+        if self.module is not None:
+            return self.module(self.n_features_in_, self.outputs_).double()
+        sizes = [self.n_features_in_, *self.hidden]
+        layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
+        return nn.Sequential(*layers, nn.Linear(sizes[-1], self.outputs_)).double()
+
+    def _train(self, model: nn.Module, data: TensorDataset) -> float:
+        """Minimize loss and penalty; return the variance of the noise, which a regression learns along the way."""
+        count = len(data)
+        needed = scopes_of(model)[0].method.optimizer
+        if needed:
+            optimizer = getattr(library, needed)(model, self.lr, num_data=count)
+        else:
+            optimizer = torch.optim.Adam(param_groups(model, self.lr))
+        schedule = None if needed else torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
+        log_var = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        noise = torch.optim.Adam([log_var], 0.02)
+        model.train()
+        for x, y in _batches(data, self.batch_size, self.steps):
+            optimizer.zero_grad()
+            noise.zero_grad()
+            (self._loss(model(x), y, log_var) + penalty(model, num_data=count)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if log_var.grad is not None:
+                noise.step()
+            if schedule is not None:
+                schedule.step()
+        return max(log_var.detach().exp().item(), LEAST_NOISE)
+
+    def _loss(self, output: Tensor, target: Tensor, log_var: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _fit_laplace(self, model: nn.Module, data: TensorDataset) -> None:
+        """Give the last linear layer its spread; where there is none, every weight."""
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        fit_laplace(
+            model,
+            DataLoader(data, max(self.batch_size, 256)),
+            structure="kron",
+            likelihood=self._task,
+            tune="marglik",
+            include=f"{linear[-1]}.*" if linear and linear[-1] else None,
+        )
+
+    def _inputs(self, x: Array) -> Tensor:
+        return torch.from_numpy((x - self.x_mean_) / self.x_scale_)
+
+    def _checked(self, x: Any) -> list[tuple[Tensor]]:
+        """Return new inputs as a batch."""
+        check_is_fitted(self)
+        return [(self._inputs(validate_data(self, x, reset=False, dtype=np.float64)),)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Replace the network by the file that `bayesify.save` writes."""
+        state: dict[str, Any] = dict(super().__getstate__())
+        if "model_" in state:
+            with tempfile.TemporaryDirectory() as folder:
+                save(state.pop("model_"), folder)
+                state["_posterior"] = (Path(folder) / "posterior.safetensors").read_bytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        posterior = state.pop("_posterior", None)
+        super().__setstate__(state)
+        if posterior is not None:
+            with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+                (Path(folder) / "posterior.safetensors").write_bytes(posterior)
+                self.model_ = load(self._network(), folder).eval()
+
+
+class BayesClassifier(ClassifierMixin, _BayesEstimator):  # type: ignore[misc]
+    """A Bayesian network that classifies the rows of an array.
+
+    Args:
+        method: A method of bayesify, by name or as an object.
+        hidden: The sizes of the hidden layers.
+        module: Builds another network, from the numbers of features and of classes; a function that can be pickled.
+        options: What `bayesify` gets beside the method, such as {"prior_sig": 0.3}.
+        steps: How many minibatches are trained on.
+        batch_size: Rows in one.
+        lr: The learning rate of Adam, or of the method's own optimizer.
+        random_state: A number or RandomState for weights, batches and samples.
+
+    Attributes:
+        classes_: The labels.
+        model_: The bayesified network, on standardized inputs.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.array([[-1.0], [-0.9], [0.9], [1.0]] * 5)
+        >>> classifier = BayesClassifier(steps=50, random_state=0).fit(x, ["no", "no", "yes", "yes"] * 5)
+        >>> classifier.predict([[-1.0], [1.0]]).tolist()
+        ['no', 'yes']
+    """
+
+    _task = "classification"
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on the rows of X and their labels.
+
+        Args:
+            X: (N, features), finite numbers.
+            y: (N,), labels of two classes or more.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: They do not fit, or there is only one class.
+        """
+        x, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"a classifier needs two classes or more, got one class {self.classes_[0]!r}")
+        self._fit(x, torch.from_numpy(codes), len(self.classes_))
+        return self
+
+    def _loss(self, output: Tensor, target: Tensor, log_var: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+    def predictive(self, X: Any) -> Predictive:
+        """Return the whole prediction: probabilities, entropy, mutual information."""
+        batches = self._checked(X)
+        return predict(self.model_, batches, seed=self.seed_)
+
+    def predict_proba(self, X: Any) -> Array:
+        """Return the probability of each class, (N, classes)."""
+        probs = self.predictive(X).probs.numpy()
+        return np.asarray(probs / probs.sum(1, keepdims=True))
+
+    def predict(self, X: Any) -> Array:
+        """Return the most probable class of each row."""
+        best = self.predictive(X).prediction.numpy()
+        return np.asarray(self.classes_[best])
+
+
+class BayesRegressor(RegressorMixin, _BayesEstimator):  # type: ignore[misc]
+    """A Bayesian network that predicts numbers, each with its standard deviation.
+
+    Args:
+        method: A method of bayesify, by name or as an object.
+        hidden: The sizes of the hidden layers.
+        module: Builds another network, from the numbers of features and of targets; a function that can be pickled.
+        options: What `bayesify` gets beside the method, such as {"prior_sig": 0.3}.
+        steps: How many minibatches are trained on.
+        batch_size: Rows in one.
+        lr: The learning rate of Adam, or of the method's own optimizer.
+        random_state: A number or RandomState for weights, batches and samples.
+
+    Attributes:
+        model_: The bayesified network, from standardized inputs to standardized targets.
+        noise_var_: The variance of the noise that training found, of standardized targets.
+
+    Example:
+        >>> import numpy as np
+        >>> x = np.linspace(-1, 1, 40)[:, None]
+        >>> regressor = BayesRegressor(steps=200, random_state=0).fit(x, 2 * x[:, 0])
+        >>> near, far = regressor.predict_std([[0.0], [9.0]])
+        >>> bool(near < far)
+        True
+    """
+
+    _task = "regression"
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on the rows of X and their targets.
+
+        Args:
+            X: (N, features), finite numbers.
+            y: (N,) or (N, targets), finite numbers.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: They do not fit.
+        """
+        x, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        self.y_mean_, self.y_scale_ = _scales(y)
+        scaled = torch.from_numpy(((y - self.y_mean_) / self.y_scale_).reshape(len(y), -1))
+        self.y_shape_ = y.shape[1:]
+        self._fit(x, scaled, scaled.shape[1])
+        return self
+
+    def _loss(self, output: Tensor, target: Tensor, log_var: Tensor) -> Tensor:
+        """Mean of -log N(y; f, exp(log_var)), without its constant: (log_var + (y - f)^2 exp(-log_var))/2."""
+        return (log_var + (output - target).square() * (-log_var).exp()).mean() / 2
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def predictive(self, X: Any) -> RegressionPredictive:
+        """Return the whole prediction, of standardized targets: both kinds of doubt, intervals."""
+        batches = self._checked(X)
+        out = predict(self.model_, batches, seed=self.seed_, task="regression")
+        return out if bool(out.aleatoric.any()) else out.with_noise(self.noise_var_)
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the mean of each target, (N,) or (N, targets); with `return_std` the pair (mean, std)."""
+        out = self.predictive(X)
+        mean, std = (v.numpy().reshape(-1, *self.y_shape_) * self.y_scale_ for v in (out.mean, out.std))
+        return (mean + self.y_mean_, std) if return_std else mean + self.y_mean_
+
+    def predict_std(self, X: Any) -> Array:
+        """Return the standard deviation of each target: what the model does not know and the noise together."""
+        return np.asarray(self.predict(X, return_std=True)[1])
+
+
+def _scales(values: Array) -> tuple[Array, Array]:
+    """Return mean and standard deviation of each column; 1 for a column that is constant."""
+    mean, std = values.mean(0), values.std(0)
+    return mean, np.where(std > CONSTANT * np.maximum(np.abs(mean), 1), std, 1.0)
+
+
+def _batches(data: TensorDataset, size: int, steps: int) -> Any:
+    """Yield so many shuffled minibatches, epoch after epoch."""
+    done = 0
+    while done < steps:
+        for batch in torch.split(torch.randperm(len(data)), size):
+            if done < steps:
+                yield data[batch]
+                done += 1

@@ -1,0 +1,51 @@
+"""Mistakes in mixtures, in what is collected along a path, and in what tells whether chains are any good."""
+
+from .rows import of
+
+MUTANTS = [
+    *of(
+        "methods/swag.py",
+        "test_swag.py",
+        ("the low rank is a layer's own", "_replace(key=SHARED, shape", "_replace(shape", "across_layers"),
+        ("both parts in full", "(self.scatter / (2 * (", "(self.scatter / (1 * (", "covariance"),
+        ("divided by K", "math.sqrt(2 * (len(self.iterates) - 1))", "math.sqrt(2 * len(self.iterates))", "covariance"),
+        ("the newest is overwritten", "self.iterates[(n - 1) % self.rank]", "self.iterates[-1]", "covariance"),
+        ("every step from the start on", "since % self.every == 0", "since % 1 == 0", "any_optimizer"),
+        ("one iterate is enough", "return self.collected > 1", "return self.collected > 0", "nothing_to_sample"),
+        ("noise on the padding row", "shared[:, self.fixed_row] = 0", "pass", "padding"),
+    ),
+    *of(
+        "methods/cycles.py",
+        "test_cycles.py",
+        ("noise all the time", "0.0 if explores else own.nd", "own.nd", "below_beta"),
+        ("a line, not a cosine", "rate / 2 * (math.cos(math.pi * r) + 1)", "rate * (1 - r)", "cosine"),
+        ("moments of all cycles together", "posterior._forget_moments()", "pass", "member"),
+    ),
+    *of(
+        "prediction/averaging.py",
+        "test_mixtures.py",
+        ("a sum, not an average", "for p in parts]) - math.log(len(parts))", "for p in parts])", "five or closed"),
+        ("no spread between members", "within + (means - mean).square().mean(0)", "within", "regression"),
+        (
+            "member after member",
+            "for turn in range(most) for piece in kept",
+            "for piece in kept for turn in range(most)",
+            "draws",
+        ),
+    ),
+    *of(
+        "model/mixture.py",
+        "test_mixtures.py",
+        ("members share their statistics", "moving = isinstance(module, _NormBase) or", "moving =", "kept_once"),
+        ("unequal weights are shared", "or torch.equal(first, second)", "or True", "stay_apart"),
+        ("always the first member", "return block.mode.member", "return 0", "draw"),
+    ),
+    *of(
+        "quality/diagnostics.py",
+        "test_diagnostics.py",
+        ("chains in one piece", "torch.cat([x[:, :n], x[:, -n:]])", "x", "drifts"),
+        ("no variance between chains", "within + halves.mean(1).var(0)", "within", "sums"),
+        ("without Geyer's monotony", "pairs.cummin(0).values", "pairs", "sums"),
+        ("circular autocovariances", "n=2 * n, dim=1)\n    sums", "n=n, dim=1)\n    sums", "sums"),
+    ),
+]

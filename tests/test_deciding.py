@@ -1,0 +1,264 @@
+"""Deciding: thresholds and sets that keep their promises, out-of-distribution scores, what to label next."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from bayesify import active, bayesify, fit_laplace, metrics, predict
+from bayesify.prediction.multilabel import MultilabelPredictive
+from bayesify.prediction.predictive import ClassificationTally, Predictive
+from bayesify.quality import conformal, deciding
+
+
+def classes(count, seed, *, sharp=2.0, number=4):
+    """Simulate a classifier: overconfident probabilities, and labels from honest ones."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharp * torch.randn(count, number, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+    return (1.5 * logits).softmax(-1), labels
+
+
+def predictive(probs, labels=None):
+    tally = ClassificationTally(keep=True)
+    tally.add(0, 0, probs.log())
+    return tally.finish(0, [labels])
+
+
+@pytest.mark.parametrize(("errors", "count"), [(0, 59), (3, 100), (50, 51), (7, 1000), (0, 1)])
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
+def test_clopper_pearson_is_the_beta_quantile(errors, count, confidence):
+    expected = stats.beta.ppf(confidence, errors + 1, count - errors)
+    assert metrics.clopper_pearson(errors, count, confidence) == pytest.approx(expected, abs=1e-9)
+    assert metrics.clopper_pearson(count, count) == 1
+    assert deciding.binomial_tail(errors, count, 0.03) == pytest.approx(stats.binom.cdf(errors, count, 0.03), abs=1e-12)
+    with pytest.raises(ValueError, match="errors must be"):
+        metrics.clopper_pearson(2, 1)
+
+
+def test_the_abstention_threshold_keeps_its_promise():
+    """Over 500 splits, the risk on unseen data exceeds max_risk in at most 5% of them, up to 4 standard errors."""
+    probs, labels = classes(200_000, 0, sharp=3.0)
+    top, wrong = probs.amax(1), (probs.argmax(1) != labels).double()
+    order = top.argsort(descending=True)
+    risks, sorted_top = wrong[order].cumsum(0) / torch.arange(1, len(top) + 1), top[order]
+    failures, answered = 0, 0.0
+    for seed in range(500):
+        rows = torch.randint(len(probs), (600,), generator=torch.Generator().manual_seed(seed))
+        threshold = metrics.abstain_threshold(probs[rows], labels[rows], max_risk=0.1)
+        count = int(torch.searchsorted(-sorted_top, torch.tensor(-threshold, dtype=torch.float64), right=True))
+        failures += count > 0 and float(risks[count - 1]) > 0.1
+        answered += count / len(top) / 500
+    safe = float((risks <= 0.1).nonzero().max() + 1) / len(top)
+    assert failures / 500 <= 0.05 + 4 * (0.05 * 0.95 / 500) ** 0.5
+    assert failures > 0
+    assert answered > 0.7 * safe, "a promise that is kept by refusing everything is worth nothing"
+
+
+def test_the_threshold_is_the_last_of_the_sequence_that_passes():
+    probs, labels = classes(800, 1, sharp=4.0)
+    threshold = metrics.abstain_threshold(probs, labels, max_risk=0.08)
+    top, wrong = probs.amax(1), probs.argmax(1) != labels
+    tested = sorted(top.tolist(), reverse=True)[len(top) // 4 - 1 :]
+    counts = [(int(wrong[top >= t].sum()), int((top >= t).sum())) for t in tested]
+    passed = next(i for i, (e, n) in enumerate(counts) if stats.beta.ppf(0.95, e + 1, n - e) > 0.08)
+    assert threshold == tested[passed - 1]
+    out = predictive(probs, labels)
+    assert torch.equal(out.select(threshold), out.confidence >= threshold)
+    assert float(wrong[out.select(threshold)].double().mean()) <= 0.08
+
+
+def test_what_would_pass_after_a_failure_is_not_tested():
+    top = torch.linspace(0.99, 0.6, 480, dtype=torch.float64)
+    labels = torch.zeros(480, dtype=torch.long)
+    labels[125:145] = 1  # the first 120 pass, soon nothing does, and all 480 would again
+    bounds = [stats.beta.ppf(0.95, e + 1, n - e) for n in range(120, 481) for e in [int(labels[:n].sum())]]
+    first = next(i for i, bound in enumerate(bounds) if bound > 0.1)
+    assert bounds[-1] < 0.1
+    assert metrics.abstain_threshold(torch.stack([top, 1 - top], 1), labels, max_risk=0.1) == float(
+        top[119 + first - 1]
+    )
+
+
+def test_no_threshold_is_infinite_and_ties_stay_together():
+    probs = torch.tensor([[0.6, 0.4]], dtype=torch.float64).expand(200, 2)
+    assert metrics.abstain_threshold(probs, torch.ones(200, dtype=torch.long)) == math.inf
+    assert not predictive(probs).select(math.inf).any()
+    labels = torch.zeros(200, dtype=torch.long)
+    assert metrics.abstain_threshold(probs, labels) == 0.6
+    labels[-20:] = 1  # 10% of all, wherever they are in the order
+    assert metrics.abstain_threshold(probs, labels) == math.inf
+    for arguments in ({"max_risk": 0.0}, {"confidence": 1.0}):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            metrics.abstain_threshold(probs, labels, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["lac", "aps"])
+def test_conformal_sets_cover_what_they_promise(kind):
+    """LAC covers 1 - alpha within 4 standard errors; APS, which over-covers, at least that."""
+    covered, sizes = [], []
+    for seed in range(300):
+        probs, labels = classes(200, seed, sharp=1.5)
+        held, new = (predictive(probs[i::2], labels[i::2]) for i in (0, 1))
+        sets = new.sets(metrics.conformal_quantile(held, 0.1, kind=kind))
+        covered.append(float(sets.gather(1, new.labels[:, None]).double().mean()))
+        sizes.append(float(sets.double().sum(1).mean()))
+    values = torch.tensor(covered, dtype=torch.float64)
+    error = float(values.std()) / len(values) ** 0.5
+    expected = math.ceil(101 * 0.9) / 101
+    assert values.mean() > expected - 4 * error
+    if kind == "lac":
+        assert values.mean() < expected + 4 * error
+    assert sum(sizes) / len(sizes) < 3.8
+
+
+@pytest.mark.parametrize("kind", ["scaled", "absolute"])
+def test_conformal_intervals_cover_what_they_promise(kind):
+    x = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1) * (1 + x[:, 0].abs()) + torch.randn(20_000, generator=torch.Generator().manual_seed(1))
+    model = fit_laplace(bayesify(nn.Linear(3, 1), "la", prior_sig=1.0), [(x[:500], y[:500])])
+    covered = []
+    for start in range(500, 20_000 - 200, 200):
+        held, new = (
+            predict(model, [(x[a : a + 100], y[a : a + 100])], samples=5, seed=0, task="regression")
+            for a in (start, start + 100)
+        )
+        low, high = new.sets(metrics.conformal_quantile(held, 0.2, kind=kind))
+        covered.append(float(((low <= new.targets()) & (new.targets() <= high)).double().mean()))
+    values = torch.tensor(covered)
+    expected = math.ceil(round(101 * 0.8, 9)) / 101
+    assert abs(float(values.mean()) - expected) < 4 * float(values.std()) / len(values) ** 0.5
+
+
+def test_the_quantile_is_a_score_of_the_sample_or_infinite():
+    probs, labels = classes(99, 0)
+    out = predictive(probs, labels)
+    scores = sorted(1 - float(p[y]) for p, y in zip(out.probs, labels, strict=True))
+    assert metrics.conformal_quantile(out, 0.1) == pytest.approx(scores[89], abs=1e-12)
+    assert metrics.conformal_quantile(out, 0.01) == pytest.approx(scores[98], abs=1e-12)
+    assert metrics.conformal_quantile(out, 0.005) == math.inf
+    assert out.sets(math.inf).all()
+    mass = sorted(float(p[p >= p[y]].sum()) for p, y in zip(out.probs, labels, strict=True))
+    assert metrics.conformal_quantile(out, 0.3, kind="aps") == pytest.approx(mass[69], abs=1e-12)
+
+
+def test_aps_sets_are_the_most_probable_until_the_quantile():
+    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
+    for quantile, size in ((0.4, 1), (0.6, 2), (0.81, 3), (0.99, 4)):
+        assert int(conformal.conformal_sets(probs, quantile, "aps").sum()) == size
+
+
+def test_a_quantile_belongs_to_its_kind():
+    probs, labels = classes(50, 0)
+    out = predictive(probs, labels)
+    quantile = metrics.conformal_quantile(out, 0.2, kind="aps")
+    assert torch.equal(out.sets(quantile), out.sets(float(quantile), kind="aps"))
+    with pytest.raises(ValueError, match="'aps' scores"):
+        out.sets(quantile, kind="lac")
+    with pytest.raises(ValueError, match="kind must be one of"):
+        metrics.conformal_quantile(out, 0.2, kind="absolute")
+    with pytest.raises(ValueError, match="alpha must be"):
+        metrics.conformal_quantile(out, 5)
+    with pytest.raises(ValueError, match="no labels"):
+        metrics.conformal_quantile(predictive(probs), 0.2)
+    point = SimpleNamespace(mean=torch.zeros(3), std=torch.zeros(3), labels=labels, targets=lambda: torch.zeros(3))
+    with pytest.raises(ValueError, match="kind='absolute'"):
+        metrics.conformal_quantile(point, 0.2)
+
+
+def test_energy_is_minus_the_log_sum_of_the_logits():
+    logits = torch.randn(3, 5, 4, dtype=torch.float64)
+    expected = -(logits.exp().sum(-1).log()).mean(0)
+    torch.testing.assert_close(metrics.energy(logits), expected)
+    torch.testing.assert_close(metrics.energy(logits[0], 2.0), -2 * (logits[0] / 2).exp().sum(-1).log())
+    with pytest.raises(ValueError, match="temperature must be"):
+        metrics.energy(logits, 0.0)
+
+
+def test_feature_distance_is_the_nearest_class_by_mahalanobis():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(300) % 3
+    mixing = torch.randn(5, 5, generator=generator, dtype=torch.float64)
+    train = torch.randn(300, 5, generator=generator, dtype=torch.float64) @ mixing + 4 * labels[:, None]
+    new = torch.randn(7, 5, generator=generator, dtype=torch.float64) * 6
+    means = torch.stack([train[labels == c].mean(0) for c in range(3)])
+    residual = train - means[labels]
+    inverse = torch.linalg.inv(residual.T @ residual / 300)
+    each = torch.stack([((z - means) @ inverse * (z - means)).sum(1).min() for z in new])
+    torch.testing.assert_close(metrics.feature_distance(train, labels, new, relative=False), each, rtol=1e-3, atol=1e-3)
+    every = torch.linalg.inv((train - train.mean(0)).T @ (train - train.mean(0)) / 300)
+    background = torch.stack([(z - train.mean(0)) @ every @ (z - train.mean(0)) for z in new])
+    found = metrics.feature_distance(train, labels + 4, new)
+    torch.testing.assert_close(found, each - background, rtol=1e-3, atol=1e-3)
+    near = metrics.feature_distance(train[:200], labels[:200], train[200:], relative=False)
+    assert metrics.auroc(near, metrics.feature_distance(train, labels, new * 4, relative=False)) > 0.95
+    with pytest.raises(ValueError, match=r"\(M, D\) and \(N, D\)"):
+        metrics.feature_distance(train, labels, new[0])
+
+
+def pool(samples=12, count=30, seed=0):
+    tally = ClassificationTally(keep=True)
+    generator = torch.Generator().manual_seed(seed)
+    center = torch.randn(count, 3, generator=generator)
+    for s in range(samples):
+        tally.add(s, 0, center + 0.3 * torch.randn(count, 3, generator=generator, dtype=torch.float64))
+    return tally.finish(samples, [None])
+
+
+def test_without_diversity_the_largest_mutual_information():
+    out = pool()
+    expected = out.mutual_information.argsort(descending=True)[:5]
+    assert torch.equal(active.select(out, 5, diverse=False), expected)
+
+
+def test_diverse_selection_is_the_greedy_log_determinant():
+    out = pool()
+    each, eye, total, chosen = active.deviations(out), torch.eye(12, dtype=torch.float64), 0, []
+    for _ in range(6):
+        gains = [torch.logdet(eye + total + c @ c.T) if i not in chosen else -math.inf for i, c in enumerate(each)]
+        chosen.append(max(range(len(gains)), key=gains.__getitem__))
+        total = total + each[chosen[-1]] @ each[chosen[-1]].T
+    assert active.select(out, 6).tolist() == chosen
+
+
+def test_deviations_square_to_twice_the_mutual_information():
+    """To second order: halving the spread brings the two closer by more than half."""
+    errors = []
+    for spread in (0.1, 0.05):
+        tally = ClassificationTally(keep=True)
+        generator = torch.Generator().manual_seed(0)
+        for s in range(20):
+            tally.add(s, 0, 1.0 + spread * torch.randn(4, 3, generator=generator, dtype=torch.float64))
+        out = tally.finish(20, [None])
+        second = active.deviations(out).square().sum((1, 2)) / 2
+        errors.append(float((second / out.mutual_information - 1).abs().max()))
+    assert errors[0] < 0.1 and errors[1] < 0.6 * errors[0]
+
+
+def test_a_second_copy_adds_little():
+    out = pool()
+    doubled = out[[*range(30), *range(30)]]
+    first = int(active.select(out, 1))
+    assert {first, first + 30} != set(active.select(doubled, 2).tolist())
+    flat = active.select(doubled, 2, diverse=False)
+    assert int(flat[0]) % 30 == int(flat[1]) % 30
+
+
+def test_selection_for_regression_and_labels_and_its_errors():
+    model = bayesify(nn.Linear(3, 2), "vi", prior_sig=1.0, init_sig=0.5)
+    x = torch.randn(9, 3)
+    for task in ("regression", "multilabel"):
+        out = predict(model, x, samples=8, seed=0, task=task)
+        assert len(set(active.select(out, 9).tolist())) == 9
+        assert active.information(out).shape == (9,)
+    known = predict(model, x, samples=8, seed=0, task="regression").with_noise(0.5)
+    expected = (1 + known.epistemic**2 / 0.5).log().sum(1) / 2
+    torch.testing.assert_close(active.information(known), expected)
+    assert isinstance(out, MultilabelPredictive) and isinstance(pool(), Predictive)
+    with pytest.raises(ValueError, match=r"k must be in 1\.\.9"):
+        active.select(out, 10)
+    with pytest.raises(ValueError, match="samples=20"):
+        active.select(predict(model, x, samples=0), 2)

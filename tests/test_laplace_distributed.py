@@ -1,0 +1,108 @@
+"""Laplace on two processes: the posterior of one, on every rank, or a clear error."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bayesify import bayesify, fit_laplace, named_posteriors
+
+RANKS = 2
+
+
+def rows(seed=0, count=23):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (count,), generator=generator)
+
+
+def model_of():
+    torch.manual_seed(0)
+    return bayesify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), "la", prior_sig=0.7)
+
+
+def batches(x, y):
+    return list(zip(x.split(5), y.split(5), strict=True))
+
+
+def fits(part, wrapped=lambda model: model):
+    """Return the spreads of several fits, each on `part` of the data."""
+    out = {}
+    options = {
+        "diag": {},
+        "ggn": {"curvature": "ggn"},
+        "kron": {"structure": "kron"},
+        "tuned": {"structure": "kron", "include": "*2.*", "tune": batches(*part(*rows(1)))},
+        "sampled": {"tune": batches(*part(*rows(1)))},
+        "num_data": {"num_data": 100},
+    }
+    for name, given in options.items():
+        model = model_of()
+        fit_laplace(wrapped(model), batches(*part(*rows())), **given)
+        out[name] = {n: p.std.clone() for n, p in named_posteriors(model)}
+    model = bayesify(nn.Linear(4, 1).double(), "la", prior_sig=0.7, prior_mean="zero")
+    nn.init.ones_(model.parametrizations.weight.original)
+    nn.init.zeros_(model.parametrizations.bias.original)
+    x, _ = part(*rows())
+    fit_laplace(wrapped(model), [(x, (2 * x[:, :1]))], likelihood="regression", structure="kron")
+    out["regression"] = {n: p.std.clone() for n, p in named_posteriors(model)}
+    return out
+
+
+def on_rank(folder):
+    """Run on one of two ranks, on its own part of the data, on all of it, and sharded."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    own = fits(lambda x, y: (x[rank::RANKS], y[rank::RANKS]), DistributedDataParallel)
+    same = fits(lambda x, y: (x, y))
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(model_of(), mesh=init_device_mesh("cpu", (RANKS,)))
+    try:
+        fit_laplace(model, batches(*rows()))
+        message = "no error"
+    except ValueError as error:
+        message = str(error)
+    torch.save({"own": own, "same": same, "sharded": message}, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_have_the_posterior_of_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    running = [
+        subprocess.Popen(command, env={**shared, "RANK": str(r), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+        for r in range(RANKS)
+    ]
+    errors = [process.communicate(timeout=300)[1].decode() for process in running]
+    assert [process.returncode for process in running] == [0] * RANKS, errors
+    exact = fits(lambda x, y: (x, y))
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        for kind, spreads in exact.items():
+            for name, std in spreads.items():
+                for data in ("own", "same"):
+                    torch.testing.assert_close(found[data][kind][name], std, msg=f"{data} {kind} {name}")
+        assert "call fit_laplace before fully_shard" in found["sharded"]
+
+
+def test_a_part_of_the_data_alone_gives_another_posterior():
+    """The test above could not fail otherwise."""
+    whole, half = fits(lambda x, y: (x, y)), fits(lambda x, y: (x[::2], y[::2]))
+    for kind in ("diag", "ggn", "kron", "num_data", "regression"):
+        spreads = whole[kind]
+        assert any(not torch.allclose(half[kind][n], std, rtol=1e-2) for n, std in spreads.items()), kind
+
+
+if __name__ == "__main__":
+    on_rank(sys.argv[1])

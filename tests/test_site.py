@@ -1,0 +1,40 @@
+"""The site's API reference has every public name, and its index every page."""
+
+import re
+import runpy
+import types
+from pathlib import Path
+
+import pytest
+
+import bayesify
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def reference():
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    return runpy.run_path(str(DOCS / "conf.py"))["reference"]()
+
+
+def test_every_public_name_is_in_the_reference(reference):
+    documented = set(re.findall(r":: bayesify\.([\w.]+)", reference))
+    for name in bayesify.__all__:
+        value = getattr(bayesify, name)
+        if not isinstance(value, types.ModuleType):
+            assert name in documented
+            continue
+        path = value.__name__.removeprefix("bayesify.")
+        public = [n for n in getattr(value, "__all__", ()) if callable(getattr(value, n))]
+        assert {f"{path}.{n}" for n in public} <= documented
+        assert any(entry.startswith(f"{path}.") for entry in documented), name
+    wanted = {"huggingface.BayesTrainer", "huggingface.generate", "vision.create_bayesian", "sklearn.BayesRegressor"}
+    assert {f"integrations.{name}" for name in wanted} <= documented
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = set(re.findall(r"^(\w+)$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
+    pages = {page.stem for page in DOCS.glob("*.md")} | {"api"}
+    assert pages - {"index"} == listed

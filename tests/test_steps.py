@@ -1,0 +1,137 @@
+"""What optimizer steps tell: mistakes in training are named, and what fused optimizers write is noticed."""
+
+import warnings
+
+import pytest
+import torch
+from cases import MLP, tensor
+from torch import nn
+
+from bayesify import SGLD, bayesify, param_groups, penalty, sample
+from bayesify.model.steps import SETTLED
+
+X = tensor(5, 4)
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (model(X).square().mean() + penalty(model, 10)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_pinned_theta_follows_a_fused_optimizer(cls):
+    models = [bayesify(torch.nn.Linear(3, 2), "vi") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    x, after = torch.ones(4, 3), []
+    for model, fused in zip(models, (False, True), strict=True):
+        optimizer = cls(model.parameters(), lr=0.1, weight_decay=0.0, fused=fused)
+        with sample(model, seed=0):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+            after.append(model(x))
+    torch.testing.assert_close(after[0], after[1])
+
+
+def test_a_backward_after_a_fused_step_is_refused():
+    model = bayesify(MLP())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    loss = model(X).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified between the forward pass and its backward pass"):
+        loss.backward()
+
+
+def test_weight_decay_on_the_spread_warns_once():
+    model = bayesify(MLP())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match=r"weight decay 0.01 of AdamW pulls at .*spread.*param_groups\(model, lr\)"):
+        train(model, optimizer)
+    train(model, optimizer)
+    train(model, torch.optim.AdamW(param_groups(model, 0.01), weight_decay=0.1))
+    for method in ("mc_dropout", "la"):
+        other = bayesify(MLP(), method)
+        train(other, torch.optim.AdamW(other.parameters(), lr=0.01))
+
+
+def test_a_spread_that_no_optimizer_moves_warns_once():
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    bayesify(model)
+    train(model, optimizer, steps=SETTLED - 1)
+    with pytest.warns(UserWarning, match=r"spread of 'token' and 6 others is in no optimizer.*after bayesify"):
+        train(model, optimizer)
+    train(model, optimizer, steps=SETTLED)
+
+
+def test_a_spread_with_an_optimizer_of_its_own_or_frozen_does_not_warn():
+    model = bayesify(MLP())
+    groups = param_groups(model, 0.01)
+    train(model, *(torch.optim.SGD([g], lr=0.01) for g in groups), steps=SETTLED + 1)
+    frozen = bayesify(MLP())
+    for name, p in frozen.named_parameters():
+        p.requires_grad_("rho" not in name)
+    train(frozen, torch.optim.SGD([p for p in frozen.parameters() if p.requires_grad], lr=0.01), steps=SETTLED + 1)
+
+
+def test_a_chain_moved_by_another_optimizer_warns_once():
+    model = bayesify(MLP(), "sgld")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match=r"'sgld' is trained by SGD, which gives it no posterior.*use bayesify.SGLD"):
+        train(model, optimizer)
+    train(model, optimizer)
+
+    class Faster(SGLD):
+        """A sampler that somebody derived from ours."""
+
+    train(model, Faster(model, 0.01, num_data=10))
+
+
+def test_a_chain_in_eval_mode_is_refused():
+    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "sgld", thin=1)
+    chain = SGLD(model, 0.01, num_data=10)
+    train(model, chain)
+    model[1].eval()
+    train(model, chain)
+    model.eval()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"SGLD makes a step while the model is in eval mode.*model.train\(\)"):
+        train(model, chain)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_optimizers_of_other_models_are_left_alone():
+    bayesify(MLP())
+    plain = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(SETTLED + 1):
+        plain(X).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout"])
+@pytest.mark.parametrize("then", [lambda m: m(X), lambda m: m.inp.weight, lambda m: penalty(m, 10)])
+def test_writing_to_a_sample_warns_once(method: str, then):
+    model = bayesify(MLP(), method, prior_mean="zero")
+    nn.init.zeros_(model.inp.weight)
+    with pytest.warns(UserWarning, match=r"'inp.weight' was written to while the model was in train mode"):
+        then(model)
+    nn.init.zeros_(model.inp.weight)
+    model(X)
+
+
+def test_writing_to_the_mean_does_not_warn():
+    model = bayesify(MLP()).eval()
+    nn.init.zeros_(model.inp.weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X)
+        assert not model.inp.parametrizations.weight.original.any()
+        model.train().inp.weight.sum()
+        model(X)

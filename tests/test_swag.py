@@ -1,0 +1,236 @@
+"""SWAG: the Gaussian of collected iterates, correlated across layers, by any optimizer."""
+
+import pytest
+import torch
+from torch import nn
+
+from bayesify import (
+    bayesify,
+    calibrate,
+    components,
+    load,
+    mean,
+    mix,
+    named_posteriors,
+    penalty,
+    predict,
+    sample,
+    samples,
+    save,
+    summary,
+)
+from bayesify.methods.swag import collect
+
+X = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1, bias=False)).double()
+
+
+def flat(model):
+    return torch.cat([p.original.detach().flatten() for _, p in named_posteriors(model)])
+
+
+def walked(count, rank=20):
+    """Return a model that has collected random iterates, and these."""
+    model = bayesify(net(), "swag", every=0, rank=rank)
+    iterates = []
+    for _ in range(count):
+        with torch.no_grad():
+            for _, posterior in named_posteriors(model):
+                posterior.original.normal_()
+        collect(model)
+        iterates.append(flat(model))
+    return model, torch.stack(iterates)
+
+
+def train(model, optimizer, steps):
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(X).square().mean() + penalty(model, 7)).backward()
+        optimizer.step()
+        seen.append(flat(model))
+    return torch.stack(seen)
+
+
+def drawn_covariance(model):
+    """Return the covariance of a draw of all weights: theta - mu is linear in eps1 and eps2."""
+    parts = [p.deviations() for _, p in named_posteriors(model)]
+    own = torch.cat([own.flatten() for own, _ in parts])
+    shared = torch.cat([shared.flatten(1) for _, shared in parts], 1)
+    return torch.diag(own.square()) + shared.T @ shared
+
+
+def thetas(model, count):
+    found = []
+    for _ in samples(model, count, seed=4):
+        with torch.no_grad():
+            found.append(torch.cat([w.flatten() for w in (model[0].weight, model[0].bias, model[2].weight)]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("count", "rank"), [(6, 20), (9, 9), (9, 4)])
+def test_mean_and_covariance_are_those_of_the_iterates(count, rank):
+    model, iterates = walked(count, rank)
+    mu = torch.cat([p.mean.flatten() for _, p in named_posteriors(model)])
+    torch.testing.assert_close(mu, iterates.mean(0), rtol=0, atol=1e-12)
+    last = iterates[-rank:] - iterates.mean(0)
+    exact = (torch.diag(iterates.var(0)) + last.T @ last / (len(last) - 1)) / 2
+    torch.testing.assert_close(drawn_covariance(model), exact, rtol=0, atol=1e-12)
+    std = torch.cat([p.std.flatten() for _, p in named_posteriors(model)])
+    torch.testing.assert_close(std, exact.diagonal().sqrt(), rtol=0, atol=1e-12)
+    if rank >= count:  # all of them are kept: every weight's variance is that of its iterates
+        torch.testing.assert_close(std, iterates.std(0), rtol=0, atol=1e-12)
+
+
+def test_draws_have_this_covariance_across_layers_too():
+    model, iterates = walked(4)
+    count = 3000
+    away = thetas(model, count) - iterates.mean(0)
+    products = torch.einsum("ni,nj->nij", away, away)
+    error = products.std(0) / count**0.5
+    exact = (torch.diag(iterates.var(0)) + torch.cov(iterates.T)) / 2
+    assert ((products.mean(0) - exact) / error).abs().max() < 5
+    # Draws that were independent between the layers would have no covariance there.
+    between = (exact / error)[:6, 9:].abs().max()
+    assert between > 10
+    assert (away.mean(0) / (away.std(0) / count**0.5)).abs().max() < 4
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+def test_any_optimizer_collects_by_itself(cls):
+    model = bayesify(net(), "swag", start=3, every=2, rank=20)
+    seen = train(model, cls(model.parameters(), lr=0.05), 12)
+    kept = seen[[4, 6, 8, 10]]  # after steps 5, 7, 9 and 11
+    for _, posterior in named_posteriors(model):
+        assert int(posterior.count) == 4
+    mu = torch.cat([p.mean.flatten() for _, p in named_posteriors(model)])
+    torch.testing.assert_close(mu, kept.mean(0), rtol=0, atol=1e-12)
+    assert "4 iterates" in str(summary(model))
+
+
+def test_training_reads_the_parameter_and_eval_the_mean():
+    model, iterates = walked(3)
+    assert torch.equal(model.train()[2].weight.flatten(), flat(model)[-3:])
+    torch.testing.assert_close(model.eval()[2].weight.flatten(), iterates.mean(0)[-3:])
+    with mean(model.train()):
+        torch.testing.assert_close(model[2].weight.flatten(), iterates.mean(0)[-3:])
+
+
+def test_there_is_nothing_to_sample_before_two_iterates():
+    model = bayesify(net(), "swag", every=0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="SWAG needs two iterates"):
+            predict(model, X, task="regression")
+        with pytest.raises(ValueError, match=r"call bayesify.methods.swag.collect\(model\)"), sample(model):
+            pass
+        collect(model)
+    assert predict(model, X, task="regression").num_samples == 5
+
+
+def test_a_parameter_that_nobody_moves_stays_a_point():
+    model = bayesify(net(), "swag", every=1)
+    train(model, torch.optim.SGD(model[2].parameters(), lr=0.1), 3)
+    before = model[0].weight.detach().clone()
+    with sample(model, seed=0):
+        assert torch.equal(model[0].weight, before)
+    assert model[2].parametrizations.weight[0].std.min() > 0
+
+
+def test_a_step_of_two_optimizers_counts_once():
+    model = bayesify(net(), "swag", every=2)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    for _ in range(4):
+        (model(X).square().mean() + penalty(model, 7)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert [int(p.count) for _, p in named_posteriors(model)] == [2, 2, 2]
+
+
+def test_files_and_state_dicts_keep_the_path(tmp_path):
+    model = bayesify(net(), "swag", every=3, rank=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 7)
+    save(model, tmp_path)
+    other = bayesify(net(), "swag", every=3, rank=2)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), 3)
+    other.load_state_dict(model.state_dict())
+    for copied in (load(net(), tmp_path), other):
+        for task in range(2):
+            a, b = (predict(m, X, 3, seed=task, task="regression") for m in (model, copied))
+            assert torch.equal(a.outputs, b.outputs)
+        assert [p.steps for _, p in named_posteriors(copied)] == [7, 7, 7]
+    train(model, optimizer, 2)
+    train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), 2)
+    for (_, a), (_, b) in zip(named_posteriors(model), named_posteriors(copied), strict=True):
+        assert int(b.count) == 3
+        assert torch.equal(a.iterates, b.iterates)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("count", lambda t: torch.zeros_like(t)),
+        ("iterates", lambda t: t[:1]),
+        ("iterates", lambda t: t[:, :1]),
+        ("scatter", lambda t: t - 1e3),
+        ("average", lambda t: t * torch.nan),
+    ],
+)
+def test_a_state_that_is_none_is_refused(name, change):
+    model, _ = walked(3)
+    posterior = next(p for _, p in named_posteriors(model))
+    state = posterior.state()
+    posterior.check_state(state)
+    with pytest.raises(ValueError, match=name if name != "count" else "count is not"):
+        posterior.check_state({**state, name: change(state[name])})
+
+
+def test_the_padding_row_has_no_noise():
+    model = bayesify(nn.Embedding(5, 3, padding_idx=2), "swag", every=0)
+    for _ in range(3):
+        with torch.no_grad():
+            next(p for _, p in named_posteriors(model)).original.normal_()
+        collect(model)
+    with sample(model, seed=1):
+        drawn = model.weight.detach().clone()
+    ((_, posterior),) = named_posteriors(model)
+    assert torch.equal(drawn[2], posterior.mean[2])
+    assert not torch.equal(drawn[1], posterior.mean[1])
+    assert float(posterior.std[2].max()) == 0
+
+
+def test_swag_models_mix_and_are_calibrated():
+    model = mix(walked(4)[0] for _ in range(3))
+    assert predict(model, X, task="regression").num_samples == 15
+    single = next(p for _, p in named_posteriors(model))
+    before, labels = single.std.clone(), torch.randn(7, 1, dtype=torch.float64)
+    calibrate(model, [(X, labels)], samples=4, progress=False)
+    torch.testing.assert_close(single.std, before * single.calibration)
+    with sample(model, seed=2):
+        drawn = model.members[0][0].weight.detach()
+    single.calibration = 1.0
+    with sample(model, seed=2):
+        full = model.members[0][0].weight.detach()
+    factor = next(p for _, p in named_posteriors(components(model)[1])).calibration
+    torch.testing.assert_close(drawn - single.mean, factor * (full - single.mean))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 1}, "rank must be an integer >= 2, got 1"),
+        ({"every": -1}, "every must be an integer >= 0, got -1"),
+        ({"start": 0.5}, "start must be an integer >= 0, got 0.5"),
+    ],
+)
+def test_options_out_of_range_are_told(options, message):
+    with pytest.raises(ValueError, match=message):
+        bayesify(net(), "swag", **options)
+
+
+def test_collect_needs_a_swag_model():
+    with pytest.raises(ValueError, match="no posterior of method 'swag'"):
+        collect(bayesify(net(), "vi"))
