@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench bench-full bench-peers reproduce zoo exactness mutants docs clean
+.PHONY: help install demo test lint format bench bench-full bench-peers evidence reproduce zoo exactness mutants docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
 
 bench-peers: ## Set other libraries beside it, in an environment of their own
 	$(PYTHON) tests/benchmarks/peers.py
+
+evidence: $(STAMP) ## Every method against the baselines, on all tasks (hours, resumable; MINUTES=60 stops in time)
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.evidence $(if $(MINUTES),--minutes $(MINUTES))
 
 reproduce: $(STAMP) ## Reproduce the paper's MNIST tables (hours, resumable; MINUTES=60 stops in time)
 	$(BIN)/python examples/reproduce.py $(if $(MINUTES),--minutes $(MINUTES))

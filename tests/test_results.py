@@ -29,6 +29,10 @@ def test_out_of_distribution(example):
     assert committed("docs/out_of_distribution.md") == example("out_of_distribution").page(ROOT / "docs" / "results")
 
 
+def test_evidence(example):
+    assert committed("docs/evidence.md") == example("evidence.page").page(example("evidence.files").read_all())
+
+
 def test_laplace(example):
     assert committed("docs/laplace.md") == example("laplace").page()
 

@@ -1,0 +1,76 @@
+"""Means over seeds, and differences paired by seed."""
+
+import math
+import statistics
+from typing import NamedTuple
+
+BAR = ("plain", "temperature")  # what everything is compared with
+
+
+class Apart(NamedTuple):
+    """A difference over seeds: its mean and standard error, and in how many seeds it is below zero."""
+
+    mean: float
+    error: float
+    lower: int
+    count: int
+
+    @property
+    def at_most(self):
+        """Whether the mean is at most 0 within one standard error."""
+        return self.mean <= (0 if math.isnan(self.error) else self.error)
+
+    @property
+    def sign_test(self):
+        """The probability of a count at least as far from half, if both signs were equally likely."""
+        far = abs(self.lower - self.count / 2)
+        hits = sum(math.comb(self.count, k) for k in range(self.count + 1) if abs(k - self.count / 2) >= far)
+        return hits / 2**self.count
+
+
+class Table:
+    """The results of one task: {row: {seed: result}}."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def kinds(self, row):
+        """Return a row's ways to predict."""
+        return list(next(iter(self.rows[row].values()))["predictions"])
+
+    def values(self, row, kind, score):
+        """Return a score of all seeds that have it."""
+        found = [result["predictions"][kind][score] for result in self.rows[row].values()]
+        return [value for value in found if value is not None]
+
+    def mean(self, row, kind, score):
+        """Return the mean over seeds."""
+        values = self.values(row, kind, score)
+        return statistics.mean(values) if values else math.nan
+
+    def top(self, row, name):
+        """Return the mean over seeds of what a row has once."""
+        return statistics.mean(result[name] for result in self.rows[row].values())
+
+    def note(self, row, name):
+        """Return the mean over seeds of a note."""
+        return statistics.mean(result["notes"][name] for result in self.rows[row].values())
+
+    def over_plain(self, row, name):
+        """Return the mean of the ratios to plain training, paired by seed."""
+        plain = self.rows[BAR[0]]
+        seeds = [s for s in self.rows[row] if s in plain]
+        return statistics.mean(self.rows[row][s][name] / plain[s][name] for s in seeds) if seeds else math.nan
+
+    def paired(self, one, other, score, other_score=None):
+        """Return one (row, kind)'s score minus another's, paired by seed."""
+        found = []
+        for seed, result in self.rows[one[0]].items():
+            beside = self.rows.get(other[0], {}).get(seed)
+            if beside is not None:
+                a, b = result["predictions"][one[1]][score], beside["predictions"][other[1]][other_score or score]
+                found += [] if a is None or b is None else [a - b]
+        if not found:
+            return Apart(math.nan, math.nan, 0, 0)
+        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+        return Apart(statistics.mean(found), error, sum(v < 0 for v in found), len(found))

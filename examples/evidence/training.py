@@ -1,0 +1,130 @@
+"""Training: the same start, order and schedule for every method; plain members are trained once and kept."""
+
+import copy
+import hashlib
+import json
+import time
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesify import IVON, SGLD, bayesify, fit_laplace, mean, named_posteriors, penalty, unbayesify
+
+from . import tasks
+
+SWAG_PART = 0.4  # of the steps, at the end, whose iterates SWAG collects: at half the first learning rate
+SWAG_ITERATES = 20
+FISHER_ITEMS = 256
+
+
+class Trained(NamedTuple):
+    """A model, the loss of its first step, and the processor seconds of its training."""
+
+    model: nn.Module
+    first_loss: float
+    seconds: float
+
+
+def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=None):
+    """Train one method.
+
+    Args:
+        task: With its seed.
+        method: "plain", or one of bayesify's.
+        member: Which member of an ensemble: another start and another order.
+        point: Every gradient is taken at the posterior mean, and IVON's curvature stays constant: what is left of the
+            method when its spread goes to 0.
+        lr: A factor on the task's learning rates.
+        epochs: A factor on the task's epochs.
+        options: Of `bayesify`.
+    """
+    seed = 1000 * task.seed + member
+    torch.manual_seed(seed)
+    model, count = task.model(), len(task.train.y)
+    per_epoch, rounds = -(-count // task.batch), max(1, round(task.epochs * epochs))
+    steps = per_epoch * rounds
+    begin = time.process_time()
+    if method != "plain":
+        bayesify(model, method, **defaults_of(method, steps), **(options or {}))
+    optimizer = optimizer_of(task, model, method, lr, count, point)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(method, step / steps))
+    order, first = torch.Generator().manual_seed(seed), None
+    task.set_training(model)
+    for _ in range(rounds):
+        for rows in torch.randperm(count, generator=order).split(task.batch):
+            inputs, labels = task.train.take(rows)
+            optimizer.zero_grad()
+            if point:
+                with mean(model):
+                    loss = F.cross_entropy(task.logits(model, inputs), labels)
+            else:
+                loss = F.cross_entropy(task.logits(model, inputs), labels)
+            if method != "plain":
+                loss = loss + penalty(model, num_data=count)
+            first = float(loss.detach()) if first is None else first
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    if method == "la":
+        fit_laplace(model, task.train.batches(50))
+    return Trained(model.eval(), first, time.process_time() - begin)
+
+
+def defaults_of(method, steps):
+    """Return the options that a method has no default for, because it cannot know how long training takes."""
+    if method != "swag":
+        return {}
+    start = round((1 - SWAG_PART) * steps)
+    return {"start": start, "every": max(1, (steps - start) // SWAG_ITERATES)}
+
+
+def optimizer_of(task, model, method, lr, count, point):
+    """Return the task's own optimizer, or the method's with the learning rates of SGD."""
+    if method == "sgld":
+        return SGLD(model, task.groups(model, task.sgd_lr * lr), num_data=count, momentum=0.9)
+    if method == "ivon":
+        constant = {"betas": (0.9, 1 - 1e-12)} if point else {}
+        return IVON(model, task.groups(model, task.sgd_lr * lr), num_data=count, **constant)
+    return task.optimizer(model, bayesian=method != "plain", factor=lr)
+
+
+def rate(method, t):
+    """Return the factor on the learning rates at a fraction of training: falling to 0, for SWAG to a half."""
+    return max(1 - t / (1 - SWAG_PART) / 2, 0.5) if method == "swag" else 1 - t
+
+
+def member(task, number, **setting):
+    """Return a plain member, trained once per task, seed, number and setting."""
+    what = {"epochs": task.epochs, "batch": task.batch, "lr": task.lr, "sgd_lr": task.sgd_lr, **setting}
+    mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+    path = tasks.CACHE / "members" / f"{task.name}-{task.seed}-{number}-{mark}.pt"
+    if not path.is_file():
+        found = train(task, "plain", member=number, **setting)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {"state": found.model.state_dict(), "first_loss": found.first_loss, "seconds": found.seconds}
+        torch.save(state, path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)
+    kept = torch.load(path, weights_only=True)
+    model = task.model()
+    model.load_state_dict(kept["state"])
+    return Trained(model.eval(), kept["first_loss"], kept["seconds"])
+
+
+def follows(task, model, method, options):
+    """Return the rank correlation of s over its start with the Fisher diagonal, within tensors: their mean."""
+    start = bayesify(task.model(), method, **options)
+    before = {name: q.std for name, q in named_posteriors(start)}
+    twin = task.model()
+    twin.load_state_dict(unbayesify(copy.deepcopy(model)).state_dict())
+    bayesify(twin, "la", prior_sig=1e6)
+    fit_laplace(twin, task.train.take(torch.arange(min(FISHER_ITEMS, len(task.train.y)))).batches(50))
+    fisher = {name: q.std.double() ** -2 for name, q in named_posteriors(twin)}
+    found = []
+    for name, q in named_posteriors(model):
+        ratio = (q.std / before[name]).double().flatten()
+        if len(ratio) > 50 and ratio.std() > 0:
+            ranks = [t.argsort().argsort().double() for t in (ratio, fisher[name].flatten())]
+            found.append(float(torch.corrcoef(torch.stack(ranks))[0, 1]))
+    return sum(found) / len(found) if found else 0.0

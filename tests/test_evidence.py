@@ -1,0 +1,168 @@
+"""The evidence's instrument: test data is read once, runs repeat and resume, and the columns are what they say."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bayesify import metrics
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from evidence import __main__ as runner  # noqa: E402
+from evidence import files, grid, page, scores, shifts, tables, tasks  # noqa: E402
+from evidence.rows import ROWS  # noqa: E402
+
+
+@pytest.fixture
+def short(monkeypatch, tmp_path):
+    """Let runs be short, and leave the repository alone."""
+    monkeypatch.setattr(tasks, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "evidence.md")
+    monkeypatch.setattr(grid, "SETTINGS", tmp_path / "settings.json")
+    settings = {"grids": {"plain": [{}, {"lr": 3.0}]}, "seeds": [100], "validation_nll": {}, "chosen": {}}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(tasks.Digits, "epochs", 1)
+    monkeypatch.setattr(scores, "RESAMPLED", 20)
+    return tmp_path
+
+
+def run(*arguments):
+    threads = torch.get_num_threads()
+    try:
+        runner.main(["--tasks", "digits", *arguments])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def stable(path):
+    """Return a result without what a clock measured."""
+    result = json.loads(path.read_text())
+    result.pop("train_seconds")
+    for name in ("calibrate_seconds", "fit_over_training"):
+        result["notes"].pop(name, None)
+    for scored in result["predictions"].values():
+        scored.pop("cost")
+    return result
+
+
+def test_from_data_to_page(short, capsys):
+    run("--seeds", "0", "1")
+    found = files.read_all()
+    assert set(found["digits"]) == set(ROWS) and all(set(seeds) == {0, 1} for seeds in found["digits"].values())
+    text = (short / "evidence.md").read_text()
+    assert text == page.page(found)
+    assert all(f"| {page.words(row)} |" in text for row in ROWS)
+    assert "\n## digits\n" in text and (short / "results" / "digits.svg").read_text().startswith("<?xml")
+    capsys.readouterr()
+    run("--seeds", "0", "1", "--list")
+    assert "0 runs are left" in capsys.readouterr().out
+
+
+def test_test_data_is_scored_once(short):
+    run("--seeds", "0", "--rows", "plain")
+    path = files.path_of("digits", "plain", 0)
+    before = stable(path)
+    task = tasks.Digits(0)
+    with pytest.raises(files.WrittenError, match="--rerun"):
+        files.score_once(task, "plain", ROWS["plain"](task))
+    run("--seeds", "0", "--rows", "plain", "--rerun")
+    assert stable(path) == {**before, "reruns": 1}  # and the same scores once more
+
+
+def test_one_function_reads_test_data():
+    callers = [p.name for p in sorted((EXAMPLES / "evidence").glob("*.py")) if ".test()" in p.read_text()]
+    assert callers == ["files.py"]
+    assert (EXAMPLES / "evidence" / "files.py").read_text().count(".test()") == 1
+
+
+def test_a_dry_run_scores_validation_data_and_writes_nothing(short, monkeypatch, capsys):
+    monkeypatch.setattr(tasks.Digits, "test", None)
+    run("--dry", "--seeds", "100", "--rows", "plain", "vi")
+    assert "digits/vi/100" in capsys.readouterr().out
+    assert not (short / "results").exists() and not (short / "evidence.md").exists()
+
+
+def test_a_setting_is_chosen_on_validation_data(short, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks.Digits, "test", None)
+        run("--tune", "--rows", "plain")
+    kept = grid.read()
+    tried = kept["validation_nll"]["digits"]["plain"]
+    assert set(tried) == {"{}", '{"lr": 3.0}'}
+    assert kept["chosen"]["digits"]["plain"] == json.loads(min(tried, key=tried.get))
+    run("--seeds", "0", "--rows", "plain", "plain_tuned", "vi_tuned")  # which has no setting, and is left out
+    assert set(files.read_all()["digits"]) == {"plain", "plain_tuned"}
+    assert files.read_all()["digits"]["plain_tuned"][0]["setting"] == kept["chosen"]["digits"]["plain"]
+
+
+def test_no_part_overlaps_another():
+    task = tasks.Digits(0)
+    whole = torch.cat([task.train.x, task.held_out.x, task.test().known.x])
+    assert sorted(map(tuple, whole.tolist())) == sorted(map(tuple, task.all.x.tolist()))
+    assert len(task.held_out.y) == 240
+
+
+def test_the_gaps_make_the_ece():
+    torch.manual_seed(0)
+    probs, labels = torch.randn(300, 4, dtype=torch.float64).mul(2).softmax(-1), torch.randint(4, (300,))
+    share, gap, _ = scores.gaps(probs.amax(-1), probs.argmax(-1) == labels)
+    assert float((share * gap.abs()).sum()) == pytest.approx(metrics.ece(probs, labels), abs=1e-12)
+
+
+def test_the_debiased_ece_of_calibrated_answers_is_small():
+    """The plain ECE of 150 calibrated items is mostly noise; what is left of it is much less."""
+    generator = torch.Generator().manual_seed(0)
+    plain, debiased = [], []
+    for _ in range(200):
+        confidence = 0.5 + 0.5 * torch.rand(150, generator=generator, dtype=torch.float64)
+        right = torch.rand(150, generator=generator, dtype=torch.float64) < confidence
+        share, gap, _ = scores.gaps(confidence, right)
+        plain.append(float((share * gap.abs()).sum()))
+        debiased.append(scores.debiased_ece(confidence, right))
+    assert sum(debiased) < 0.7 * sum(plain)
+
+
+def test_the_debiased_ece_takes_away_what_resampling_adds():
+    """2 ECE - E[ECE*], with the expectation over normal gaps by brute force."""
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(400, generator=generator, dtype=torch.float64)
+    right = torch.rand(400, generator=generator, dtype=torch.float64) < confidence**2
+    share, gap, variance = scores.gaps(confidence, right)
+    noise = torch.randn(20000, len(gap), generator=generator, dtype=torch.float64)
+    again = ((gap + variance.sqrt() * noise).abs() @ share).double()
+    exact = 2 * float((share * gap.abs()).sum()) - float(again.mean())
+    assert scores.debiased_ece(confidence, right) == pytest.approx(exact, abs=4 * float(again.std()) / 20000**0.5)
+
+
+def test_differences_are_paired_by_seed():
+    def result(nll):
+        return {"predictions": {"mean": {"nll": nll, "ood_mi": None}}}
+
+    table = tables.Table({"a": {0: result(1.0), 1: result(2.0), 2: result(9.0)}, "b": {0: result(1.5), 1: result(2.2)}})
+    apart = table.paired(("a", "mean"), ("b", "mean"), "nll")
+    assert apart == pytest.approx((-0.35, 0.15, 2, 2))
+    assert apart.sign_test == 0.5 and tables.Apart(0, 0, 5, 5).sign_test == 2 / 32
+    assert tables.Apart(0, 0, 2, 5).sign_test == 1
+    assert math.isnan(table.mean("a", "mean", "ood_mi"))
+
+
+def test_shifts_have_five_levels():
+    assert shifts.levels(7).tolist() == [1, 2, 3, 4, 5, 1, 2]
+    images = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    away = (shifts.rotated_or_noisy(images, 0) - images).square().mean((1, 2, 3))
+    assert away[5:10].diff().min() > 0  # the noisy ones: more at every level
+    texts = ["an honest film about wonderful people"] * 500
+    damaged = [
+        sum(a != b for a, b in zip(t.split(), o.split(), strict=True))
+        for t, o in zip(shifts.with_typos(texts, 0), texts, strict=True)
+    ]
+    by_level = [sum(damaged[k::5]) / len(damaged[k::5]) / 6 for k in range(5)]
+    assert by_level == sorted(by_level) and by_level[4] == pytest.approx(0.4 * 5 / 6, abs=0.08)  # "an" is too short
