@@ -8,7 +8,7 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ class SWAG(Tempered):
 class SWAGPosterior(MomentsPosterior):
     """N(mu, (diag + D D^T/(K-1))/2) of the collected iterates; the parameter before there are any.
 
-    Buffers: `count`, how many were collected; `average`, their mean; `scatter`, the sum of their squared deviations
+    Tensors: `count`, how many were collected; `average`, their mean; `scatter`, the sum of their squared deviations
     from it; `iterates`, the last K of them, (K, ...).
     """
 
@@ -218,13 +218,6 @@ class SWAGPosterior(MomentsPosterior):
         super().check_state(state)
         if "count" in state and len(state["iterates"]) != min(int(state["count"]), self.rank):
             raise ValueError(f"{len(state['iterates'])} iterates are kept of {int(state['count'])}")
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for as many iterates as a state dict holds."""
-        held = state_dict.get(f"{prefix}iterates")
-        if held is not None and self.iterates is not None and held.shape != self.iterates.shape:
-            self._forget_moments()
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def collect(model: nn.Module) -> None:

@@ -27,6 +27,8 @@ class Method:
     Attributes:
         bias: How biases are treated, one of `bias_treatments`.
         nst: How many posterior samples `predict` takes by default.
+        same_draw: Whether the processes of a distributed training draw one theta together; else each draws its own,
+            which makes less noise. All of them must then run their training forwards together.
     """
 
     name: ClassVar[str]
@@ -39,6 +41,7 @@ class Method:
 
     bias: str
     nst: int = 5
+    same_draw: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -50,6 +53,8 @@ class Method:
             raise ValueError(f"bias must be one of {list(self.bias_treatments)} for {self.name!r}, got {self.bias!r}")
         if not isinstance(self.nst, int) or isinstance(self.nst, bool) or not 0 <= self.nst <= LARGEST_NST:
             raise ValueError(f"nst must be an integer >= 0, got {self.nst!r} (the most is {LARGEST_NST})")
+        if not isinstance(self.same_draw, bool):
+            raise ValueError(f"same_draw must be True or False, got {self.same_draw!r}")
 
     def settled(self, *, relative: bool, weights: int) -> "Method":
         """Return the options with those filled in that depend on the model: `bayesify` asks before it wraps.

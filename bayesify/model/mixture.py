@@ -85,8 +85,8 @@ class Mixture(nn.Module):
                 twin = next((t for t in twins if _same(t, tensor)), None)
                 if twin is None:
                     twins.append(tensor)
-                elif key in owner._buffers:
-                    owner._buffers[key] = twin
+                elif not isinstance(tensor, nn.Parameter):
+                    setattr(owner, key, twin)
                 else:  # the parameter stays the object that it was: optimizers and ties know it
                     tensor.data = twin.data
 

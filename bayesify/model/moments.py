@@ -1,7 +1,7 @@
 """A posterior that is a Gaussian of stored moments: nothing to sample until something has computed them.
 
-While training, reads see the parameter itself. The moments are buffers that exist together or not at all, so that they
-cost no memory before they are needed.
+While training, reads see the parameter itself. The moments exist together or not at all, so that they cost no memory
+before they are needed.
 """
 
 from typing import Any, ClassVar
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bayesify.engine import fusion
-from bayesify.model.posteriors import Posterior, Prior
+from bayesify.model.posteriors import Posterior
 from bayesify.model.quadratics import quadratic_energy, quadratic_pull
+from bayesify.model.stored import CENTER
 
 
 def _add_noise(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
@@ -26,23 +27,23 @@ class NotReadyError(ValueError, RuntimeError):
 class MomentsPosterior(Posterior):
     """theta = mean + std * eps with eps ~ N(0, 1), once there are moments.
 
-    A subclass names its buffers in `moments` and gives `own_std`, `mean_theta` and what is missing before they exist.
+    A subclass names its tensors in `moments` and gives `own_std`, `mean_theta` and what is missing before they exist.
     """
 
     stochastic = False
     moments: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.kept = (*cls.kept, *(name for name in cls.moments if name not in cls.kept))
+
     missing: ClassVar[str]
     """What the error says before there are moments, with the way out."""
-
-    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        for name in self.moments:
-            self.register_buffer(name, None)
 
     @property
     def ready(self) -> bool:
         """Whether there are moments."""
-        return self._buffers[self.moments[0]] is not None
+        return getattr(self, self.moments[0]) is not None
 
     def check_ready(self) -> None:
         """Raise before there are moments."""
@@ -91,14 +92,6 @@ class MomentsPosterior(Posterior):
         super().load_state(state)
 
     def _forget_moments(self) -> None:
-        self._buffers.update(dict.fromkeys(self.moments))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the moments that a state dict holds, since torch copies into existing buffers only."""
-        held = {name: state_dict[prefix + name] for name in self.moments if prefix + name in state_dict}
-        if len(held) < len(self.moments) and any(key.startswith(prefix) for key in state_dict):
-            self._forget_moments()
-        for name, tensor in held.items():
-            if self._buffers[name] is None:
-                self._buffers[name] = torch.zeros_like(tensor, device=self.prior_center.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name in self.kept:
+            if name != CENTER:
+                setattr(self, name, None)

@@ -70,7 +70,7 @@ class Posterior(Stored):
         self.is_bias = prior.is_bias
         self.relative = prior.relative
         self.flat = flat
-        self.register_buffer("prior_center", prior.mean)
+        self.prior_center = prior.mean
         self._look_at_center()
         self.shape = param.shape
         self.fixed_row = fixed_row
@@ -123,6 +123,8 @@ class Posterior(Stored):
         """Move or cast: the prior mean follows the parameter, the posterior's own state never goes below float32."""
         center = fn(self.prior_center)
         super()._apply(lambda tensor: _in_state_dtype(tensor, fn(tensor)), recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in self.held().items():
+            setattr(self, name, _in_state_dtype(tensor, fn(tensor)))
         self.prior_center = center
         return self
 
@@ -144,7 +146,7 @@ class Posterior(Stored):
                 if name in self._parameters:
                     getattr(self, name).copy_(tensor)
                 else:
-                    self._buffers[name] = tensor.to(self.original.device).clone()
+                    setattr(self, name, tensor.to(self.original.device).clone())
             self.prior_center = self.prior_center.to(self.original.dtype)
         self._look_at_center()
 
@@ -159,7 +161,7 @@ class Posterior(Stored):
 
     def configure_like(self, other: "Posterior") -> None:
         """Take over the settings of another posterior of the same parameter, but none of its tensors."""
-        own = {"reader", "name", "key", "training"}
+        own = {"reader", "name", "key", "training", *self.kept}
         self.__dict__.update({k: v for k, v in vars(other).items() if not k.startswith("_") and k not in own})
 
     def check_ready(self) -> None:

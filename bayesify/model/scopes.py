@@ -25,7 +25,8 @@ from bayesify.model.method import Method
 from bayesify.model.modes import block_of, own_block
 from bayesify.model.posteriors import Posterior, Sampled
 from bayesify.model.replay import Past, Record, node_count
-from bayesify.model.seeds import training_seed
+from bayesify.model.replicas import agree
+from bayesify.model.seeds import shared_seed, training_seed
 
 
 class Site(NamedTuple):
@@ -87,6 +88,7 @@ class Scope:
         self.caching = caching
         self.steps = 0
         self.step_seed: int | None = None
+        self.replica_of: weakref.ref[nn.Module] | None = None
         self.warned = not any(not p.flat for p in posteriors)
         self.told: set[str] = set()
         self._forget()
@@ -105,7 +107,7 @@ class Scope:
         copied.posteriors = copy.deepcopy(self.posteriors, memo)
         copied.sites = copy.deepcopy(self.sites, memo)
         copied.caching = copy.deepcopy(self.caching, memo)
-        copied.step_seed = None
+        copied.step_seed = copied.replica_of = None
         copied.steps, copied.warned = self.steps, self.warned
         copied.told = set(self.told)
         copied._forget()
@@ -145,6 +147,7 @@ class Scope:
         """Choose the mode of an outermost forward."""
         self.look_for_lost_writes()
         caches.take_over(self.caching)
+        agree(self)
         node = torch._C._current_autograd_node()
         start = node_count()
         sampled = self._sampled_under(module)
@@ -160,7 +163,11 @@ class Scope:
         """Return a fresh draw, or that of the present step where an optimizer says which it is."""
         if self.step_seed is not None:
             return Draw(self.step_seed)
-        return Draw(self._past.remember_seed(training_seed()), fresh=True)
+        return Draw(self._past.remember_seed(self._seed()), fresh=True)
+
+    def _seed(self) -> int:
+        """Take the seed of a training forward from the global generator."""
+        return shared_seed() if self.method.same_draw else training_seed()
 
     def _end(self, module: nn.Module, frame: Frame) -> None:
         """Remember a finished outermost forward for recomputations."""
@@ -209,7 +216,7 @@ class Scope:
                 return Mode(draw=Draw(record.seed, pinned=record.pinned))
             return MEAN if record.mean else BY_TRAINING_FLAG
         state = torch.get_rng_state()
-        seed = training_seed()
+        seed = self._seed()
         if seed in self._past.seeds:
             return Mode(draw=Draw(seed, fresh=True))
         torch.set_rng_state(state)

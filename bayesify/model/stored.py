@@ -2,6 +2,9 @@
 
 A rho is a spread only together with its link, and moments belong to one method. So every posterior puts its settings
 into the state dict, as bytes in a tensor, and refuses the state of a posterior that is another kind of thing.
+
+Tensors that no gradient moves are plain attributes, neither parameters nor buffers: DistributedDataParallel would send
+buffers of the weights' size to every process at every forward.
 """
 
 import json
@@ -28,6 +31,8 @@ class Stored(nn.Module):
     """The attributes without which the tensors mean something else; a stored state must agree with them."""
     results: ClassVar[tuple[str, ...]] = ()
     """The attributes that a fit may find; a model takes over those that it did."""
+    kept: ClassVar[tuple[str, ...]] = (CENTER,)
+    """The tensors of the state beside parameters and buffers, by attribute; None where there is none yet."""
     calibration: float = 1.0
     """The factor on the spread that `calibrate` found."""
     relative: bool = False
@@ -37,9 +42,66 @@ class Stored(nn.Module):
     shape: torch.Size
     reader: Any
 
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.kept:
+            setattr(self, name, None)
+
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps beside the mean, by attribute name."""
-        return {n: t for n, t in (*self._parameters.items(), *self._buffers.items()) if t is not None}
+        held = (*self._parameters.items(), *self._buffers.items(), *self.held().items())
+        return {name: tensor for name, tensor in held if tensor is not None}
+
+    def held(self) -> dict[str, Tensor]:
+        """Return the `kept` tensors that there are."""
+        return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
+
+    # -- state dicts -------------------------------------------------------------------------------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Add the kept tensors to a state dict."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: tensor for name, tensor in self.held().items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        about: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Take over the kept tensors of a state dict; those that it lacks are forgotten, but for the prior mean."""
+        super()._load_from_state_dict(state_dict, prefix, about, strict, missing, unexpected, errors)
+        unexpected[:] = [key for key in unexpected if key not in {prefix + name for name in self.kept}]
+        if not any(key.startswith(prefix) for key in state_dict):
+            if strict:
+                missing.append(prefix + CENTER)
+            return
+        for name in self.kept:
+            if (tensor := state_dict.get(prefix + name)) is not None:
+                self._take(name, tensor, prefix, errors)
+            elif name != CENTER:
+                setattr(self, name, None)
+            elif strict:
+                missing.append(prefix + name)
+
+    def _take(self, name: str, tensor: Tensor, prefix: str, errors: list[str]) -> None:
+        """Take over one kept tensor, in the memory of the old one where it has the same shape."""
+        own: Tensor | None = getattr(self, name)
+        if own is not None and own.shape == tensor.shape:
+            with torch.no_grad():
+                own.copy_(tensor)
+        elif name == CENTER and own is not None:
+            errors.append(
+                f"size mismatch for {prefix}{name}: the shape in the state dict is {tuple(tensor.shape)}, that in the "
+                f"model {tuple(own.shape)}"
+            )
+        else:
+            device = getattr(self, CENTER).device
+            setattr(self, name, tensor.detach().to(device, copy=True))
 
     # -- settings in state dicts -------------------------------------------------------------------------------
 
@@ -104,7 +166,7 @@ class Stored(nn.Module):
         own = self.state().keys()
         if missing := own - state.keys():
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        if unknown := state.keys() - own - self._parameters.keys() - self._buffers.keys():
+        if unknown := state.keys() - own - self._parameters.keys() - self._buffers.keys() - set(self.kept):
             raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a {type(self).__name__} has")
         for name, tensor in state.items():
             self.check_tensor(name, tensor)

@@ -6,7 +6,7 @@ follows from it: no parameter for the spread, no second gradient, no array of no
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,9 +52,10 @@ class IVON(Tempered):
 class IVONPosterior(Posterior):
     """theta = m + s eps with s^2 = 1/(lambda (h + delta)), lambda = N Ninflate and delta = 1/(lambda sigma^2).
 
-    The buffer `h` is there once an optimizer is; before it s is `init_sig`.
+    The tensor `h` is there once an optimizer is; before it s is `init_sig`.
     """
 
+    kept = (*Posterior.kept, "h")
     results = ("strength",)
     strength: float | None = None
     """lambda, which the optimizer knows."""
@@ -63,7 +64,6 @@ class IVONPosterior(Posterior):
     def __init__(self, param: Tensor, prior: Prior, *, fixed_row: int | None, init_sig: float) -> None:
         super().__init__(param, prior, fixed_row=fixed_row)
         self.init_sig = init_sig
-        self.register_buffer("h", None)
 
     @property
     def delta(self) -> float:
@@ -129,13 +129,7 @@ class IVONPosterior(Posterior):
         if name == "h" and bool((tensor < 0).any()):
             raise ValueError("h is negative")
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for a curvature that a state dict holds."""
-        held = state_dict.get(prefix + "h")
-        self._buffers["h"] = None if held is None else torch.zeros_like(held, device=self.prior_center.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over the tensors of `state()`; a curvature that it lacks is forgotten."""
-        self._buffers["h"] = None
+        self.h = None
         super().load_state(state)

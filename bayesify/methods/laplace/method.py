@@ -79,12 +79,13 @@ class Laplace(Tempered):
 class LaplacePosterior(MomentsPosterior):
     """N(theta*, v) around the trained parameter, with a diagonal or a Kronecker-factored covariance.
 
-    Diagonal: the buffer `deviation` is sqrt(v). Kronecker: four buffers are the eigenvalues and eigenvectors of the two
+    Diagonal: the tensor `deviation` is sqrt(v). Kronecker: four tensors are the eigenvalues and eigenvectors of the two
     factors (`bayesify.methods.laplace.kron.Kron`), and sqrt(v) follows from them and the prior's scale.
     """
 
     results = ("fitted_sig", "tuned", "partner")
     moments = ("deviation",)
+    kept = (*MomentsPosterior.kept, *KRON)
     missing = "Laplace has not been fitted; call bayesify.fit_laplace(model, loader) after training"
 
     deviation: Tensor | None
@@ -97,8 +98,6 @@ class LaplacePosterior(MomentsPosterior):
 
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, damping: float = 0.0) -> None:
         super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        for name in KRON:
-            self.register_buffer(name, None)
         self.damping = damping
         self._stamp: tuple[torch.dtype, int] | None = None
         self._looked: tuple[int, int] | None = None
@@ -108,9 +107,8 @@ class LaplacePosterior(MomentsPosterior):
     @property
     def kron(self) -> Kron | None:
         """The Kronecker factors, where the fit has given some."""
-        if self._buffers["left_values"] is None:
-            return None
-        return Kron(*(self._buffers[name] for name in KRON))  # type: ignore[arg-type]
+        factors = {name: getattr(self, name) for name in KRON}
+        return None if factors["left_values"] is None else Kron(**factors)
 
     @property
     def ready(self) -> bool:
@@ -120,21 +118,25 @@ class LaplacePosterior(MomentsPosterior):
     def fit(self, curvature: "Tensor | Kron | None", sig: float, partner: str = "") -> None:
         """Take over a curvature, with the prior's scale and the weight that a bias shares its Gaussian with."""
         if isinstance(curvature, Kron):
-            self._buffers.update({"deviation": None, **curvature._asdict()})
+            self._put({"deviation": None, **curvature._asdict()})
         else:
-            self._buffers.update({"deviation": self.spread(curvature, sig), **dict.fromkeys(KRON)})
+            self._put({"deviation": self.spread(curvature, sig), **dict.fromkeys(KRON)})
         self.fitted_sig, self.partner = sig, partner
         self._remember_mean()
 
     def fitted(self) -> tuple[Any, ...]:
         """Return all that `fit` changes, for `put_back`."""
-        buffers = {n: self._buffers[n] for n in (*self.moments, *KRON)}
-        return buffers, self.fitted_sig, self.tuned, self.partner, self._stamp
+        tensors = {name: getattr(self, name) for name in (*self.moments, *KRON)}
+        return tensors, self.fitted_sig, self.tuned, self.partner, self._stamp
 
     def put_back(self, before: tuple[Any, ...]) -> None:
         """Undo a fit."""
-        buffers, self.fitted_sig, self.tuned, self.partner, self._stamp = before
-        self._buffers.update(buffers)
+        tensors, self.fitted_sig, self.tuned, self.partner, self._stamp = before
+        self._put(tensors)
+
+    def _put(self, tensors: dict[str, Tensor | None]) -> None:
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
 
     @property
     def ridge(self) -> float:
@@ -209,10 +211,6 @@ class LaplacePosterior(MomentsPosterior):
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def _forget_moments(self) -> None:
-        super()._forget_moments()
-        self._buffers.update(dict.fromkeys(KRON))
-
     def found(self) -> dict[str, Any]:
         """Return what the fit has found, once there is one."""
         return {n: v for n, v in super().found().items() if self.ready or n not in self.results}
@@ -238,16 +236,9 @@ class LaplacePosterior(MomentsPosterior):
         self._remember_mean()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make room for the factors that a state dict holds, and take its mean for that of the fit."""
-        held = {name: state_dict[prefix + name] for name in KRON if prefix + name in state_dict}
-        if held:
-            self._forget_moments()
-            self._buffers.update({n: torch.zeros_like(t, device=self.prior_center.device) for n, t in held.items()})
-            super(MomentsPosterior, self)._load_from_state_dict(state_dict, prefix, *args)
-        else:
-            self._buffers.update(dict.fromkeys(KRON) if prefix + "deviation" in state_dict else {})
-            super()._load_from_state_dict(state_dict, prefix, *args)
-        if held or prefix + "deviation" in state_dict:
+        """Take the mean of a state dict for that of its fit."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if any(prefix + name in state_dict for name in ("deviation", *KRON)):
             self._remember_mean()
 
     # -- training that goes on ---------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class SGLD(Tempered):
 class SGLDPosterior(MomentsPosterior):
     """The Gaussian of a chain's running moments; the chain before there are any.
 
-    Buffers: `count`, how many states were collected; `average`, their mean; `scatter`, the sum of their squared
+    Tensors: `count`, how many states were collected; `average`, their mean; `scatter`, the sum of their squared
     deviations from it.
     """
 
