@@ -1,6 +1,6 @@
 """What the replicas of a model have in common beside parameters and buffers, of which DistributedDataParallel knows.
 
-Replicas that were built from different random numbers get the weights of rank 0 when DistributedDataParallel wraps them.
+Replicas that were built from different random numbers get the weights of rank 0 when they are wrapped.
 Prior means and scales follow from weights, so that they must come from rank 0 as well: once, in the first forward.
 """
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bayesify.engine import noise as noises
-from bayesify.methods.laplace import ranks
 from bayesify.methods.laplace.curvature import SquaredGradients
 from bayesify.methods.laplace.factors import Factors
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.tuning import Fitted
+from bayesify.model import ranks
 from bayesify.model.evaluating import evaluation
 from bayesify.model.wrapping import mean
 from bayesify.prediction.batches import call_model, device_of, is_one_batch, logits_of, split_batch, to_device

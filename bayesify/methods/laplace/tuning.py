@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from bayesify.methods.laplace import ranks
 from bayesify.methods.laplace.closed_form import LastLayer
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import LaplacePosterior
+from bayesify.model import ranks
 from bayesify.model.evaluating import evaluation
 from bayesify.model.quadratics import deviation
 from bayesify.model.wrapping import scopes_of
