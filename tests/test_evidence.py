@@ -67,14 +67,15 @@ def test_from_data_to_page(short, capsys):
 
 
 def test_test_data_is_scored_once(short):
-    run("--seeds", "0", "--rows", "plain")
-    path = files.path_of("digits", "plain", 0)
-    before = stable(path)
+    rows = ["la_last_kron", "plain", "vi"]
+    run("--seeds", "0", "--rows", *rows)
+    before = {row: stable(files.path_of("digits", row, 0)) for row in rows}
     task = tasks.Digits(0)
     with pytest.raises(files.WrittenError, match="--rerun"):
         files.score_once(task, "plain", ROWS["plain"](task))
-    run("--seeds", "0", "--rows", "plain", "--rerun")
-    assert stable(path) == {**before, "reruns": 1}  # and the same scores once more
+    run("--seeds", "0", "--rows", *rows, "--rerun")
+    for row in rows:  # the same scores once more
+        assert stable(files.path_of("digits", row, 0)) == {**before[row], "reruns": 1}
 
 
 def test_one_function_reads_test_data():

@@ -33,6 +33,7 @@ def parser():
 def outcome_of(task, row):
     """Train a row; return what comes of it, and the setting that validation data chose, if it has one."""
     name, setting = grid.setting_of(row, task.name)
+    torch.manual_seed(task.seed)  # whether a member was trained before or now must not matter
     return ROWS[name](task, **setting), setting
 
 
