@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bayesify import metrics
-
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
@@ -109,38 +107,6 @@ def test_no_part_overlaps_another():
     whole = torch.cat([task.train.x, task.held_out.x, task.test().known.x])
     assert sorted(map(tuple, whole.tolist())) == sorted(map(tuple, task.all.x.tolist()))
     assert len(task.held_out.y) == 240
-
-
-def test_the_gaps_make_the_ece():
-    torch.manual_seed(0)
-    probs, labels = torch.randn(300, 4, dtype=torch.float64).mul(2).softmax(-1), torch.randint(4, (300,))
-    share, gap, _ = scores.gaps(probs.amax(-1), probs.argmax(-1) == labels)
-    assert float((share * gap.abs()).sum()) == pytest.approx(metrics.ece(probs, labels), abs=1e-12)
-
-
-def test_the_debiased_ece_of_calibrated_answers_is_small():
-    """The plain ECE of 150 calibrated items is mostly noise; what is left of it is much less."""
-    generator = torch.Generator().manual_seed(0)
-    plain, debiased = [], []
-    for _ in range(200):
-        confidence = 0.5 + 0.5 * torch.rand(150, generator=generator, dtype=torch.float64)
-        right = torch.rand(150, generator=generator, dtype=torch.float64) < confidence
-        share, gap, _ = scores.gaps(confidence, right)
-        plain.append(float((share * gap.abs()).sum()))
-        debiased.append(scores.debiased_ece(confidence, right))
-    assert sum(debiased) < 0.7 * sum(plain)
-
-
-def test_the_debiased_ece_takes_away_what_resampling_adds():
-    """2 ECE - E[ECE*], with the expectation over normal gaps by brute force."""
-    generator = torch.Generator().manual_seed(0)
-    confidence = torch.rand(400, generator=generator, dtype=torch.float64)
-    right = torch.rand(400, generator=generator, dtype=torch.float64) < confidence**2
-    share, gap, variance = scores.gaps(confidence, right)
-    noise = torch.randn(20000, len(gap), generator=generator, dtype=torch.float64)
-    again = ((gap + variance.sqrt() * noise).abs() @ share).double()
-    exact = 2 * float((share * gap.abs()).sum()) - float(again.mean())
-    assert scores.debiased_ece(confidence, right) == pytest.approx(exact, abs=4 * float(again.std()) / 20000**0.5)
 
 
 def test_differences_are_paired_by_seed():

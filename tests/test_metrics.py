@@ -302,3 +302,29 @@ def test_examples_in_the_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_debiased_ece_takes_away_what_another_sample_of_labels_would_add():
+    """2 ECE - E[ECE*], with the expectation over normal gaps by brute force."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(400, 3, generator=generator, dtype=torch.float64).mul(4).softmax(-1)
+    found = metrics.reliability(probs, torch.randint(3, (400,), generator=generator))
+    share = found.counts.double() / found.counts.sum()
+    s = (found.accuracy * (1 - found.accuracy) / found.counts.clamp_min(1)).sqrt()
+    noise = torch.randn(20000, len(s), generator=generator, dtype=torch.float64)
+    again = (found.accuracy - found.confidence + s * noise).abs() @ share
+    expected = 2 * found.ece - float(again.mean())
+    assert 0 < expected < found.ece
+    assert found.ece_debiased == pytest.approx(expected, abs=4 * float(again.std()) / 20000**0.5)
+
+
+def test_the_debiased_ece_of_calibrated_answers_is_smaller():
+    """The ECE of 150 calibrated answers is noise, and nearly half of it is gone."""
+    generator = torch.Generator().manual_seed(0)
+    plain = debiased = 0.0
+    for _ in range(100):
+        p = 0.5 + 0.5 * torch.rand(150, 1, generator=generator, dtype=torch.float64)
+        labels = (torch.rand(150, generator=generator, dtype=torch.float64) > p[:, 0]).long()
+        found = metrics.reliability(torch.cat([p, 1 - p], 1), labels)
+        plain, debiased = plain + found.ece, debiased + found.ece_debiased
+    assert debiased < 0.7 * plain

@@ -8,6 +8,7 @@ input that is empty, NaN, infinite, misshapen, out of range, or logits in place 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
@@ -54,6 +55,22 @@ class Reliability:
     def ece(self) -> float:
         r"""Expected calibration error :math:`\sum_m \frac{|B_m|}{\sum_j |B_j|} |acc_m - conf_m|`."""
         return float((self.counts * self._gaps).sum() / self.counts.sum())
+
+    @property
+    def ece_debiased(self) -> float:
+        r"""The ECE without what noise alone adds to it, 2 ECE - E[ECE*], at least 0 (Kumar, Liang and Ma 2019).
+
+        ECE* is the score of another sample of labels, in which the gap of bin m is
+        :math:`N(g, s^2), g = acc_m - conf_m, s^2 = acc_m (1 - acc_m) / |B_m|`, so that
+        :math:`E|N(g, s^2)| = s \sqrt{2/\pi} \exp(-g^2/2s^2) + g \, \mathrm{erf}(g/(s \sqrt 2))`. With few examples in a
+        bin the plain ECE of a perfectly calibrated model is far from 0.
+        """
+        gap = self._gaps
+        s = (self.accuracy * (1 - self.accuracy) / self.counts.clamp_min(1)).sqrt().clamp_min(1e-12)
+        again = s * math.sqrt(2 / math.pi) * torch.exp(-((gap / s) ** 2) / 2) + gap * torch.erf(
+            gap / (s * math.sqrt(2))
+        )
+        return max(0.0, float((self.counts * (2 * gap - again)).sum() / self.counts.sum()))
 
     @property
     def mce(self) -> float:

@@ -1,6 +1,5 @@
 """The columns of the table, of one prediction."""
 
-import math
 import time
 
 import torch
@@ -30,14 +29,14 @@ def scored(predict, parts, cost):
         "error": metrics.error(probs, labels),
         "brier": metrics.brier(probs, labels),
         "ece": metrics.ece(probs, labels),
-        "ece_interval": ece_interval(known.confidence, ~wrong),
-        "ece_debiased": debiased_ece(known.confidence, ~wrong),
+        "ece_interval": ece_interval(probs, labels),
+        "ece_debiased": metrics.reliability(probs, labels).ece_debiased,
         "errors_auroc": own_errors(known.confidence, wrong),
         "ood_entropy": metrics.auroc(known.entropy, ood.entropy),
         "ood_mi": None,
         "shift_nll": metrics.nll(shifted.probs, shifted.labels),
         "shift_levels": [metrics.nll(shifted.probs[levels == k], shifted.labels[levels == k]) for k in range(1, 6)],
-        "risk": risks(known.confidence, wrong),
+        "risk": risks(probs, labels),
         "cost": cost,
     }
     if known.num_samples > 1 or known.closed_form:
@@ -59,43 +58,19 @@ def own_errors(confidence, wrong):
     return metrics.auroc(-confidence[~wrong], -confidence[wrong]) if wrong.any() and not wrong.all() else None
 
 
-def gaps(confidence, right, bins=15):
-    """Return of each bin that has items: their share, confidence minus accuracy, and the accuracy's variance."""
-    which = (confidence * bins).ceil().clamp(1, bins).long() - 1
-    count = torch.bincount(which, minlength=bins).double()
-    sums = [torch.bincount(which, weights=v.double(), minlength=bins) for v in (confidence, right)]
-    full = count > 0
-    count, sure, hits = (v[full] for v in (count, *sums))
-    accuracy = hits / count
-    return count / count.sum(), sure / count - accuracy, accuracy * (1 - accuracy) / count
-
-
-def debiased_ece(confidence, right):
-    """Return 2 ECE - E[ECE*], at least 0 (Kumar, Liang and Ma 2019).
-
-    ECE* is the score of another sample of labels: the gap of each bin is N(gap, accuracy (1 - accuracy) / n), and
-    E|N(m, s^2)| = s sqrt(2/pi) exp(-m^2/(2 s^2)) + m erf(m/(s sqrt 2)). What noise alone adds is taken away.
-    """
-    share, gap, variance = gaps(confidence, right)
-    s = variance.sqrt().clamp_min(1e-12)
-    again = s * math.sqrt(2 / math.pi) * torch.exp(-(gap**2) / (2 * s**2)) + gap * torch.erf(gap / (s * math.sqrt(2)))
-    return max(0.0, float((share * (2 * gap.abs() - again)).sum()))
-
-
-def ece_interval(confidence, right):
+def ece_interval(probs, labels):
     """Return the 2.5 and 97.5 % quantiles of the ECE over resampled items."""
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(RESAMPLED):
-        rows = torch.randint(len(right), (len(right),), generator=generator)
-        share, gap, _ = gaps(confidence[rows], right[rows])
-        found.append(float((share * gap.abs()).sum()))
+        rows = torch.randint(len(labels), (len(labels),), generator=generator)
+        found.append(metrics.ece(probs[rows], labels[rows]))
     return [float(q) for q in torch.tensor(found).quantile(torch.tensor([0.025, 0.975]))]
 
 
-def risks(confidence, wrong):
+def risks(probs, labels):
     """Return the error of the most confident 5 %, 10 %, ... of the items."""
-    ordered = wrong[confidence.argsort(descending=True, stable=True)].double()
-    return [float(ordered[: max(1, round(c * len(ordered)))].mean()) for c in COVERAGES]
+    curve = metrics.risk_coverage(probs, labels).risk
+    return [float(curve[max(1, round(c * len(curve))) - 1]) for c in COVERAGES]
 
 
 def cost(predict, plain, batches, one_pass):
