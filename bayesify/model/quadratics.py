@@ -35,12 +35,12 @@ def axpy_(out: Tensor, tensor: Tensor, factor: Factor) -> Tensor:
         return out.add_(tensor * factor)
     if 1e-30 < abs(factor) < 1e30 or tensor.dtype == torch.float64:
         return out.add_(tensor, alpha=factor)
-    return out.add_(tensor.double() * factor)
+    return out.add_((tensor.cpu().double() * factor).to(out))
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums over a tensor: float64 on a CPU, float32 elsewhere (MPS has no other)."""
-    return torch.float64 if tensor.device.type == "cpu" else torch.float32
+    """Return the dtype of sums over a tensor: float64 on a CPU; elsewhere the tensor's, as MPS has no float64."""
+    return torch.float64 if tensor.device.type == "cpu" or tensor.dtype == torch.float64 else torch.float32
 
 
 def sum_of_squares(tensor: Tensor, factor: float) -> Tensor:

@@ -75,7 +75,7 @@ class Likelihood(ABC):
 
         Items are taken one by one, as the scores of a prediction do.
         """
-        each = torch.stack([self.item_losses(sample, target).double() for sample in outputs])
+        each = torch.stack([self.item_losses(sample, target).cpu().double() for sample in outputs])
         mixed = math.log(len(each)) - torch.logsumexp(-each, 0)
         return mixed.flatten(1).sum(1) if mixed.dim() > 1 else mixed
 
@@ -163,7 +163,7 @@ class Regression(Likelihood):
     def observe(self, output: Any, target: Any) -> None:
         """Add a batch's residuals."""
         outputs = logits_of(output).detach()
-        self._squares += float((values_like(outputs, target) - outputs).double().square().sum())
+        self._squares += float((values_like(outputs, target) - outputs).cpu().double().square().sum())
         self._count += outputs.numel()
 
     def join(self, gathered: Callable[[Any], list[Any]]) -> None:

@@ -77,7 +77,7 @@ def hessian_roots(losses: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor
     with torch.enable_grad():
         leaf = outputs.clone().requires_grad_()
         slope = torch.autograd.grad(losses(leaf).sum(), leaf, create_graph=True)[0].flatten(1)
-        hessian = outputs.new_zeros(len(outputs), count, count, dtype=torch.float64)
+        hessian = torch.zeros(len(outputs), count, count, dtype=torch.float64, device="cpu")
         for k in range(count if slope.requires_grad else 0):
             row = torch.autograd.grad(slope[:, k].sum(), leaf, retain_graph=True, allow_unused=True)[0]
             if row is not None:
@@ -86,7 +86,7 @@ def hessian_roots(losses: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor
     if bool((values < -1e-4 * values.abs().amax(-1, keepdim=True)).any()):
         raise ValueError("curvature='ggn' needs a loss that is convex in the model's output; use curvature='ef'")
     roots: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    return roots.to(outputs.dtype)
+    return roots.to(outputs)
 
 
 def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:

@@ -18,6 +18,7 @@ from bayesify.methods.laplace.graphs import Graph, Use, grads, kind
 from bayesify.methods.laplace.parts import Layout, NoRuleError, Part, add_squares, chunks
 from bayesify.methods.laplace.rules import RULES, part_of
 from bayesify.model.posteriors import state_dtype
+from bayesify.model.quadratics import wide
 
 ROUNDS = 12  # operations on parameters alone, one after the other, that are looked into
 HIDING = "CheckpointFunctionBackward"
@@ -265,7 +266,7 @@ def try_weights(graph: Graph, output: Tensor, nodes: Sequence[Node]) -> Trial:
     seed, weights = random_like(output, generator), example_weights(output, generator)
     plain, weighted = (_projections(graph, output, s, nodes) for s in (seed, seed * weights))
     eps = max(torch.finfo(t).eps for t in (torch.float32, *(found.dtype for found in plain.values())))
-    weight = weights.flatten().double().cpu()
+    weight = weights.flatten().cpu().double()
     layouts = Layouts()
     for node in nodes:
         if node not in weighted or plain[node].size == 0:
@@ -308,8 +309,8 @@ def _projections(graph: Graph, output: Tensor, seed: Tensor, nodes: Sequence[Nod
         generator, exact = torch.Generator().manual_seed(1), grad.to(state_dtype(grad))
         terms = torch.stack([exact * rank_one(exact, generator), exact * rank_one(exact, generator), exact**2])
         others = ([d for d in range(1, terms.dim()) if d != dim] for dim in range(1, terms.dim()))
-        slices = [(terms.sum(dims) if dims else terms).double().cpu() for dims in others]
-        out[node] = Projections(slices, float(exact.abs().sum(dtype=torch.float64)), grad.dtype)
+        slices = [(terms.sum(dims) if dims else terms).cpu().double() for dims in others]
+        out[node] = Projections(slices, float(exact.abs().sum(dtype=wide(exact))), grad.dtype)
 
     graph.backward(output, seed, {node: partial(project, node) for node in nodes})
     return out

@@ -101,6 +101,6 @@ def eigen(factor: Tensor) -> tuple[Tensor | None, Tensor]:
     """
     if factor.dim() == 1:
         return None, factor.clamp_min(0)
-    exact = factor.double().cpu()
+    exact = factor.cpu().double()
     values, vectors = torch.linalg.eigh((exact + exact.T) / 2)
     return vectors.contiguous().to(factor), values.clamp_(min=0).to(factor)

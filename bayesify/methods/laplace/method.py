@@ -17,8 +17,9 @@ from bayesify.methods.laplace.kron import KRON, Kron
 from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
+from bayesify.model.quadratics import wide
 
-PIECE = 1 << 22  # elements at a time in float64
+PIECE = 1 << 22  # elements at a time in full precision
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -155,7 +156,7 @@ class LaplacePosterior(MomentsPosterior):
             return out
         prior = self.damping if self.flat else 1 / sig / sig + self.damping
         for piece, h in zip(torch.split(out.view(-1), PIECE), torch.split(curvature.view(-1), PIECE), strict=True):
-            piece.copy_((h.double() + prior).rsqrt_())
+            piece.copy_((h.to(wide(h)) + prior).rsqrt_())
             if self.flat:
                 piece[h == 0] = 0
         if self.fixed_row is not None:

@@ -18,7 +18,7 @@ from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import LaplacePosterior
 from bayesify.model import ranks
 from bayesify.model.evaluating import evaluation
-from bayesify.model.quadratics import deviation
+from bayesify.model.quadratics import deviation, wide
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.batches import is_one_batch
 from bayesify.prediction.closed import NotLastError, passed
@@ -101,10 +101,10 @@ def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
         if h is not None and not posterior.flat:
             sig = one.sig * factor
             away = deviation(posterior.original.detach(), posterior)
-            total -= float(torch.linalg.vector_norm(away, dtype=torch.float64) / sig) ** 2 / 2
+            total -= float(torch.linalg.vector_norm(away, dtype=wide(away)) / sig) ** 2 / 2
             if one.weight is None:  # a joined bias is in its weight's eigenvalues
                 h = h.curvature() if isinstance(h, Kron) else h
-                total -= float((h.double() + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2
+                total -= float((h.to(wide(h)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2
     return total
 
 
