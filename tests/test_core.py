@@ -489,17 +489,49 @@ def test_fully_sharded_parameters():
 
 
 @pytest.mark.parametrize(
-    "then", [lambda m: penalty(m, 10), lambda m: predict(m, X, samples=2), mean, lambda m: samples(nn.Sequential(m), 2)]
+    "then",
+    [
+        lambda m: m(X),
+        lambda m: nn.Sequential(m)(X),
+        lambda m: penalty(m, 10),
+        lambda m: predict(m, X, samples=2),
+        mean,
+        lambda m: samples(nn.Sequential(m), 2),
+    ],
 )
-def test_a_replaced_module_is_noticed_once(then):
+@pytest.mark.parametrize("used", [False, True])
+def test_a_replaced_module_is_noticed_once(then, used):
     model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 2))))
+    if used:
+        model(X)
     model[1] = nn.Sequential(nn.Linear(3, 5))
-    with pytest.warns(UserWarning, match=r"'1.0.weight' was made Bayesian, and its module is no longer in the model"):
+    with pytest.warns(UserWarning, match=r"'1.0.weight' was made Bayesian, and its module is no longer") as warned:
         then(model)
+    assert len(warned) == 1
     then(model)
     unbayesify(model)
     assert [n for n, _ in named_posteriors(bayesify(model))] == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
     then(model)
+
+
+def test_the_warning_of_a_replaced_module_points_at_the_forward():
+    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    model[1] = nn.Linear(3, 5)
+    with pytest.warns(UserWarning, match="no longer in the model") as warned:
+        model(X)
+    assert warned[0].filename == __file__
+
+
+def test_a_module_that_moved_is_not_taken_for_replaced():
+    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    model(X)
+    model[0] = nn.Sequential(model[0], nn.Tanh())  # as a wrapper for checkpointing does
+    model(X)
+    copied = copy.deepcopy(model)
+    model[0] = nn.Linear(4, 3)
+    copied(X)
+    with pytest.warns(UserWarning, match="'0.weight' was made Bayesian"):
+        model(X)
 
 
 def test_one_end_of_a_tied_weight_that_was_replaced_is_noticed():

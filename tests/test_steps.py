@@ -117,12 +117,38 @@ def test_optimizers_of_other_models_are_left_alone():
 
 @pytest.mark.parametrize("method", ["vi", "mc_dropout"])
 @pytest.mark.parametrize("then", [lambda m: m(X), lambda m: m.inp.weight, lambda m: penalty(m, 10)])
-def test_writing_to_a_sample_warns_once(method: str, then):
+@pytest.mark.parametrize(
+    "write",
+    [nn.init.zeros_, lambda w: w.data.zero_(), lambda w: w.data.copy_(w.data * 1.01), lambda w: w.data[0].neg_()],
+)
+def test_writing_to_a_sample_warns_once(method: str, then, write):
     model = bayesify(MLP(), method, prior_mean="zero")
-    nn.init.zeros_(model.inp.weight)
-    with pytest.warns(UserWarning, match=r"'inp.weight' was written to while the model was in train mode"):
+    write(model.inp.weight)
+    with pytest.warns(UserWarning, match=r"'inp.weight' was written to, but what was read is a sample") as warned:
         then(model)
-    nn.init.zeros_(model.inp.weight)
+    assert (len(warned), warned[0].filename) == (1, __file__)
+    write(model.inp.weight)
+    model(X)
+
+
+def test_writing_to_a_moment_warns_once():
+    model = bayesify(MLP(), "sgld", thin=1)
+    train(model, SGLD(model, 0.01, num_data=10), steps=2)
+    model.eval().inp.weight.data.zero_()
+    with pytest.warns(UserWarning, match=r"'inp.weight' was written to, but .*`original`"):
+        model(X)
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
+def test_reading_a_sample_does_not_warn(value):
+    model = bayesify(MLP(), "vi")
+    with torch.no_grad():
+        model.inp.parametrizations.weight.original.fill_(value)
+    threads = torch.get_num_threads()
+    for count in (threads, threads + 1):
+        torch.set_num_threads(count)
+        model.inp.weight.norm()
+    torch.set_num_threads(threads)
     model(X)
 
 

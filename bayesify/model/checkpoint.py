@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from bayesify.model import fileformat
 from bayesify.model.fileformat import FORMAT, VERSION, CheckpointError, damaged
+from bayesify.model.lost import replaced
 from bayesify.model.method import REGISTRY, Method, resolve
 from bayesify.model.mixture import Mixture, mixture_in
 from bayesify.model.posteriors import Posterior, Prior
 from bayesify.model.scopes import Scope
 from bayesify.model.selection import candidates
 from bayesify.model.stored import CENTER
-from bayesify.model.wrapping import check_module, check_wrappable, not_bayesian, replaced, wrap
+from bayesify.model.wrapping import check_module, check_wrappable, not_bayesian, wrap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -212,7 +213,7 @@ def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
     if len(roots) > 1:
         raise ValueError(f"{len(roots)} parts of the model were bayesified on their own; save and load each by itself")
     scope: Any = roots[0]._bayesify_scope
-    if why := replaced(scope, list(roots[0].modules())):
+    if why := replaced(scope, roots[0].modules()):
         raise ValueError(why)
     return roots[0], scope
 

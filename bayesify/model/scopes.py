@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from bayesify.engine.fusion import transformed
-from bayesify.model import caches, steps
+from bayesify.model import caches, lost, steps
 from bayesify.model.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode
 from bayesify.model.method import Method
 from bayesify.model.modes import block_of, own_block
@@ -67,7 +67,7 @@ class Thread(threading.local):
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.handles: dict[Posterior, Tensor] = {}
-        self.bare: tuple[Posterior, Tensor, int] | None = None
+        self.bare: lost.BareRead | None = None
 
 
 class Scope:
@@ -91,6 +91,7 @@ class Scope:
         self.replica_of: weakref.ref[nn.Module] | None = None
         self.warned = not any(not p.flat for p in posteriors)
         self.told: set[str] = set()
+        self.tree: lost.Tree | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -110,6 +111,7 @@ class Scope:
         copied.step_seed = copied.replica_of = None
         copied.steps, copied.warned = self.steps, self.warned
         copied.told = set(self.told)
+        copied.tree = None
         copied._forget()
         steps.watch(copied)
         return copied
@@ -146,6 +148,8 @@ class Scope:
     def _begin(self, module: nn.Module, caller: FrameType | None) -> Frame:
         """Choose the mode of an outermost forward."""
         self.look_for_lost_writes()
+        if module is self.root:
+            lost.look_for_replaced(self)
         caches.take_over(self.caching)
         agree(self)
         node = torch._C._current_autograd_node()
@@ -239,8 +243,8 @@ class Scope:
         if frame is None or not frame.runs():
             # Outside every forward: a forward of its own, one parameter wide.
             theta = self._theta(self._begin(posterior, None), posterior, original)
-            if theta is not original and not theta.is_inference():
-                self._thread.bare = posterior, theta.detach(), theta._version
+            if theta is not original and not theta.is_inference() and not transformed():
+                self._thread.bare = lost.BareRead.of(posterior, theta)
             return theta
         return self._theta(frame, posterior, original)
 
@@ -272,16 +276,9 @@ class Scope:
         return theta
 
     def look_for_lost_writes(self) -> None:
-        """Warn, once, where a weight that was read outside of a forward has been written to: it was a sample."""
+        """Warn, once, where a weight that was read outside of a forward has been written to since."""
         bare, self._thread.bare = self._thread.bare, None
-        if bare is None or bare[1]._version == bare[2] or "write" in self.told:
-            return
-        self.told.add("write")
-        warnings.warn(
-            f"{bare[0].name!r} was written to while the model was in train mode: that changed a sample, not the model; "
-            "initialize before bayesify, or write to the posterior's `original` (bayesify.named_posteriors)",
-            stacklevel=5,
-        )
+        lost.look_for_written(self, bare)
 
     # -- the penalty's watch -----------------------------------------------------------------------------------
 

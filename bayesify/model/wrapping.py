@@ -4,7 +4,6 @@ A failed call changes nothing: everything is checked and built before the first 
 """
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bayesify.model import caches, steps, surface
+from bayesify.model import caches, lost, steps, surface
 from bayesify.model.draws import MEAN, Draw, Mode, one_draw
 from bayesify.model.method import Method, resolve
 from bayesify.model.mixture import Mixture
@@ -274,25 +273,8 @@ def scopes_of(model: nn.Module) -> list[Scope]:
     scopes: list[Scope] = list(found.values())
     for scope in scopes:
         scope.look_for_lost_writes()
-        if "replaced" not in scope.told and (why := replaced(scope, modules)):
-            scope.told.add("replaced")
-            warnings.warn(why, stacklevel=3)
+        lost.warn_of_replaced(scope, modules)
     return scopes
-
-
-def replaced(scope: Scope, modules: list[nn.Module]) -> str | None:
-    """Say what is wrong where a module was replaced after `bayesify`; `modules` are those that the model has now."""
-    present = set(map(id, modules))
-    if id(scope.root) not in present:
-        return None  # a part of the model
-    gone = [s for s in scope.sites if id(s.module) not in present]
-    if not gone:
-        return None
-    kept: Any = gone[0].module.parametrizations
-    return (
-        f"{kept[gone[0].attribute][0].name!r} was made Bayesian, and its module is no longer in the model; "
-        "what has taken its place is not Bayesian. Replace modules first: unbayesify(model), replace, bayesify"
-    )
 
 
 def named_posteriors(model: nn.Module) -> Iterator[tuple[str, Posterior]]:
