@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from bayesify.model import ranks
 from bayesify.model.mixture import member_count
 from bayesify.model.posteriors import Posterior
 from bayesify.model.seeds import is_whole
@@ -39,7 +40,8 @@ def calibrate(model: M, data: Any, *, target: float | None = None, samples: int 
     With labels it is the factor with the lowest NLL of the sampled prediction. Without labels, or with `target`, it is
     the largest that raises the NLL of the model's own predictions (those of the posterior mean, as probabilities) by at
     most `target` nats: KL(mean prediction || sampled prediction) <= target. A draw is then core + f (theta - core): for
-    a Gaussian m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay what they were.
+    a Gaussian m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay what they were. Where
+    torch.distributed runs several processes, each may give its part of the data, and all get the same factor.
 
     Args:
         model: A bayesified model that can be sampled, or a module that contains one.
@@ -110,6 +112,7 @@ class Trial:
             )
         if isinstance(self.likelihood, Regression):
             self.likelihood.observe(self.point[0], self.labels)
+            self.likelihood.join(ranks.gathered)
             self.likelihood.settle("ggn")
 
     def outputs(self, factor: float) -> Tensor:
@@ -123,15 +126,20 @@ class Trial:
 
     def nll(self, outputs: Tensor) -> float:
         """Return the mean NLL of the mixture over draws."""
-        value = float(self.likelihood.mixture_nll(outputs, self.labels).mean())
-        return value if math.isfinite(value) else math.inf
+        return _mean(self.likelihood.mixture_nll(outputs, self.labels))
 
     def divergence(self, factor: float) -> float:
         """Return the mean KL(p || q) of the mean's prediction p and the sampled prediction q."""
         p, log_p = (f(self.point[0].double(), -1) for f in (torch.softmax, torch.log_softmax))
         log_q = torch.logsumexp(torch.log_softmax(self.outputs(factor).double(), -1), 0) - math.log(self.samples)
-        value = float((p * (log_p - log_q)).sum(-1).mean())
-        return value if math.isfinite(value) else math.inf
+        return _mean((p * (log_p - log_q)).sum(-1))
+
+
+def _mean(values: Tensor) -> float:
+    """Return the mean over the items of all processes, which must choose alike; infinite where it is not finite."""
+    found = ranks.gathered((float(values.double().sum()), values.numel()))
+    value = sum(total for total, _ in found) / sum(count for _, count in found)
+    return value if math.isfinite(value) else math.inf
 
 
 def _best(trial: Trial) -> float:

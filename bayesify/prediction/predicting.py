@@ -27,6 +27,7 @@ from bayesify.prediction.averaging import Found, average
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.closed import NotLastError, passed
 from bayesify.prediction.multilabel import MultilabelPredictive, MultilabelTally
+from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
 
@@ -93,7 +94,9 @@ def predict(
         model: A bayesified model, or a module that contains one. A plain model will do: its posterior is a point.
         data: One batch (a tensor, a dict, an HF BatchEncoding) or an iterable of batches, in which a tuple or list is
             (inputs,) or (inputs, labels), and a dict may hold "labels". Outputs are compared with labels place by
-            place: shift those of a causal language model, whose outputs are about the next token.
+            place: shift those of a causal language model, whose outputs are about the next token. Where processes
+            read parts of it by a DistributedSampler (or Accelerate, in order), each gets the prediction of the whole,
+            in the data set's order; all of them have to call.
         samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
             one pass and a closed form where a fitted "la" has spread in a linear last layer only (`num_samples` is
             then 0, and `logits` are the mean's), else the method's `nst` samples. A mixture spreads its samples evenly
@@ -128,7 +131,7 @@ def predict(
     if samples is not None and (not is_whole(samples) or samples < 0):
         raise ValueError(f"samples must be an integer >= 0, or None, got {samples!r}")
     scopes = [] if is_plain(model) else scopes_of(model)
-    batches = as_batches(data)
+    batches, places = as_batches(data), own_places(data)
     members = [Member(i, own) for i, own in enumerate(member_scopes(model, scopes))][: 1 if samples == 0 else None]
     if len(members) > 1 and not _rereadable(batches):
         batches = list(batches)  # the members take their turns on the same data
@@ -145,7 +148,7 @@ def predict(
         for m, count in zip(members, counts, strict=True)
         if m.number in exact or count or len(members) == 1
     ]
-    return average(parts)
+    return average(parts) if places is None else together(average(parts), places)
 
 
 class Member(NamedTuple):
