@@ -1,4 +1,4 @@
-"""The command line: look at saved posteriors, write reports of saved predictions, show a demonstration.
+"""The command line: compare ways to predict, look at saved posteriors, write reports, show a demonstration.
 
 An error is one line on stderr and exit status 1; a wrong argument is argparse's own message and status 2.
 """
@@ -54,6 +54,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(run=_demo)
 
+    compare = commands.add_parser(
+        "compare", help="your own model and data: plain, temperature scaling, posteriors, in one table"
+    )
+    compare.add_argument("case", help="file.py:function or module:function; it returns model, train, validation, test")
+    compare.add_argument("--minutes", type=float, default=10.0, help="after these nothing new begins (10)")
+    compare.add_argument("--epochs", type=int, default=0, help="train the model so long; 0 takes it as trained (0)")
+    compare.add_argument("--lr", type=float, default=1e-3, help="of that training, by AdamW (0.001)")
+    compare.add_argument("--head", help="name of the last linear layer, where a forward pass does not tell")
+    compare.add_argument("--out", type=Path, default=Path("compare"), help="folder for the table and the picture")
+    compare.set_defaults(run=_compare)
+
     inspect = commands.add_parser("inspect", help="what a saved posterior holds: method, sizes, spread")
     summary = commands.add_parser("summary", help="every tensor of a saved posterior, or its modules")
     for command, run in ((inspect, _inspect), (summary, _summary)):
@@ -73,6 +84,12 @@ def _demo(args: argparse.Namespace) -> None:
     from bayesify.demo import run
 
     run(args.out, args.seed)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from bayesify.comparing import run
+
+    run(args.case, minutes=args.minutes, epochs=args.epochs, lr=args.lr, head=args.head, out=args.out)
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -79,6 +79,7 @@ def show(key, result, seconds, more=""):
     kinds = result["predictions"].items()
     cells = [f"{kind} {s['nll']:.4f} ({100 * s['error']:.1f} %, {s['cost']:.2f} x)" for kind, s in kinds]
     cells += [f"{k} {v:.3g}" for k, v in result["notes"].items()]
+    cells.append(f"training {result['train_seconds']:.1f} s, first loss {result['first_loss']:.3g}")
     ood = next(iter(result["predictions"].values()))["ood_entropy"]
     known = [s["ood_mi"] for _, s in kinds if s["ood_mi"] is not None]
     cells.append(f"OOD {ood:.3f} " + "/".join(f"{v:.3f}" for v in known))
