@@ -119,7 +119,7 @@ def test_optimizers_of_other_models_are_left_alone():
 @pytest.mark.parametrize("then", [lambda m: m(X), lambda m: m.inp.weight, lambda m: penalty(m, 10)])
 @pytest.mark.parametrize(
     "write",
-    [nn.init.zeros_, lambda w: w.data.zero_(), lambda w: w.data.copy_(w.data * 1.01), lambda w: w.data[0].neg_()],
+    [nn.init.zeros_, lambda w: w.data.zero_(), lambda w: w.data.copy_(w.data * 1.01), lambda w: w.data[0].zero_()],
 )
 def test_writing_to_a_sample_warns_once(method: str, then, write):
     model = bayesify(MLP(), method, prior_mean="zero")

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from bayesify.model.quadratics import wide
+from bayesify.model.stored import Stored
 
 if TYPE_CHECKING:
     from bayesify.model.posteriors import Posterior
     from bayesify.model.scopes import Scope
 
+OURS = (ParametrizationList, Stored)  # no modules of the model's own
 ROUNDING = 1e-6  # of a norm, on other numbers of threads
 
 
@@ -39,7 +42,7 @@ class Tree:
             Link(module._modules, name, child)
             for module in root.modules()
             for name, child in module._modules.items()
-            if child is not None
+            if child is not None and not isinstance(child, OURS) and not isinstance(module, OURS)
         ]
 
     def unchanged(self) -> bool:
