@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bayesify import bayesify, calibrate, fit_laplace, metrics, mix, named_posteriors, predict
+from bayesify.model.posteriors import Posterior
 from bayesify.prediction.predictive import Predictive
 
 from . import training
@@ -38,9 +39,11 @@ class Outcome:
 
 
 def size(model):
-    """Return the bytes of all parameters and buffers, each counted once."""
-    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    """Return the bytes of all parameters, buffers and tensors of posteriors, each counted once."""
+    posteriors = [m for m in model.modules() if isinstance(m, Posterior)]
+    kept = [t for p in posteriors for t in p.state().values()]
+    tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers(), *kept)}
+    return sum(t.nbytes for t in tensors.values())
 
 
 def with_temperature(predicted, held_out):
@@ -69,12 +72,13 @@ def plain(task, **setting):
 def ensemble(task):
     """Five such models, averaged, and a temperature of the average."""
     members = [training.member(task, number) for number in range(MEMBERS)]
+    plain_size = sum(size(m.model) for m in members)  # without the prior means, which only training needs
     model = mix(bayesify(m.model, "vanilla") for m in members)
     samples = partial(predict, model)
     tempered, value = with_temperature(samples, task.held_out.batches())
     seconds = sum(m.seconds for m in members)
     kinds = {"samples": samples, "temperature": tempered}
-    return Outcome(seconds, members[0].first_loss, size(model), kinds, {"temperature": value})
+    return Outcome(seconds, members[0].first_loss, plain_size, kinds, {"temperature": value})
 
 
 def method(task, *, name, lr=1.0, epochs=1.0, **options):
