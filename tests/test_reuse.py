@@ -81,7 +81,7 @@ def test_ten_models_of_the_zoo_predict_as_without_reuse_bit_by_bit(name, monkeyp
         model = bayesify(build(), "vi", include=pattern, init_sig=0.05)
         found = predict(model, data, samples=3, seed=0)
         with monkeypatch.context() as patch:
-            patch.setattr(predicting, "reusing", lambda model: nullcontext())
+            patch.setattr(predicting, "reusing", lambda model, **_: nullcontext())
             slow = predict(model, data, samples=3, seed=0)
         assert torch.equal(found.logits, slow.logits), pattern
         assert (slow.logits[0] != slow.logits[1]).any()
@@ -194,7 +194,7 @@ def test_what_is_no_function_of_its_inputs_runs_every_time(kind, monkeypatch):
         return model[0].calls, torch.stack(out), given
 
     calls, found, given = run()
-    monkeypatch.setattr(wrapping, "reusing", lambda model: nullcontext())
+    monkeypatch.setattr(wrapping, "reusing", lambda model, **_: nullcontext())
     _, slow, slow_given = run()
     assert calls == 4
     assert torch.equal(found, slow)
@@ -221,7 +221,20 @@ def test_other_inputs_weights_and_precisions_are_other_calls():
         expected = (x**2 * 3).relu()
         assert torch.equal(model[1](model[0](x)), expected)
         assert model[0].calls == 5
+        model[0].scale.data.add_(1)  # hidden from the version
+        assert torch.equal(model[1](model[0](x)), (x**2 * 4).relu())
+        assert model[0].calls == 6
         loop.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+def test_buffers_of_any_type_are_looked_at(dtype):
+    model = counted()
+    model[0].register_buffer("table", torch.ones(3, dtype=dtype))
+    with torch.no_grad():
+        for _ in samples(model, 3):
+            model(torch.ones(2, 4))
+    assert model[0].calls == 1
 
 
 class Borrower(Counted):

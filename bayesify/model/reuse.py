@@ -46,7 +46,8 @@ class Call(NamedTuple):
 class Memory:
     """What the modules of one model remember while samples are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wary: bool) -> None:
+        self.wary = wary
         self.bytes = 0
         self.local = threading.local()
         self.forwards: dict[nn.Module, Remembered] = {}
@@ -94,7 +95,7 @@ class Remembered(Replacement):
         inputs, nesting = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in inputs):
             return self.original(*args, **kwargs)
-        key = (nesting, _precision(), _stamps(self.module))
+        key = (nesting, _precision(), self._stamps())
         for call in list(self.calls):
             if call.key == key and _equal(call.inputs, inputs):
                 self.wasted = 0
@@ -114,7 +115,7 @@ class Remembered(Replacement):
         pure = (
             not local.touched
             and random == _random_state()
-            and key[2] == _stamps(self.module)
+            and key[2] == self._stamps()
             and _equal(kept, inputs)
             and all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in outputs)
             and _apart(inputs, outputs)
@@ -131,16 +132,23 @@ class Remembered(Replacement):
             self.calls.append(call)
         return found
 
+    def _stamps(self) -> list[Any]:
+        """Return what changes where the module's parameters or buffers do; `.data` hides writes from versions."""
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        stamps: list[Any] = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
+        return stamps + [_norm(t) for t in tensors] if self.memory.wary else stamps
+
+
+def _norm(tensor: Tensor) -> bytes:
+    """Return the bits of a norm, which are equal to themselves if it is no number."""
+    given = tensor.detach()
+    norm: Tensor = torch.linalg.vector_norm(given if given.is_floating_point() or given.is_complex() else given.float())
+    return bytes(norm.float().cpu().numpy().tobytes())
+
 
 def _precision() -> Any:
     """Return what autocast would compute in."""
     return [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-
-
-def _stamps(module: nn.Module) -> list[tuple[int, int]]:
-    """Return what changes where a module's parameters or buffers do."""
-    tensors = (*module.parameters(), *module.buffers())
-    return [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
 
 
 def _random_state() -> tuple[bytes, ...]:
@@ -178,16 +186,17 @@ def _apart(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def reusing(model: nn.Module) -> Iterator[Memory | None]:
+def reusing(model: nn.Module, *, wary: bool = False) -> Iterator[Memory | None]:
     """Let a model's submodules without posteriors remember their outputs inside a `with` block.
 
     Args:
         model: The model; nothing is done where somebody else is at it already, or where it is compiled or sharded.
+        wary: Whether somebody else's code runs inside the block, which may write to weights behind torch's back.
 
     Yields:
         The memory, or None where there is nothing to remember.
     """
-    memory = Memory()
+    memory = Memory(wary=wary)
     with _changes:
         places = _places(model, memory)
         for module, forward in places.items():

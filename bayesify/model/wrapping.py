@@ -370,7 +370,7 @@ def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
 
 
 def _samples(model: nn.Module, scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
-    with reusing(model) if len(seeds) > 1 else nullcontext():
+    with reusing(model, wary=True) if len(seeds) > 1 else nullcontext():
         for i, seed in enumerate(seeds):
             with override(scopes, Mode(draw=Draw(seed, pinned=True), member=i)):
                 yield i
