@@ -1,26 +1,24 @@
-"""timm and torchvision: build a Bayesian model with a new head and its transforms; batch statistics under sampling.
+"""timm and torchvision: build a Bayesian model with a new head and its transforms; `update_bn` for batch statistics.
 
 The prior mean of the body is the pretrained weights, that of a new head is zero.
 """
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from tqdm.auto import tqdm
 
 from bayesify.model.method import ARGUMENTS, Method, resolve
-from bayesify.model.seeds import is_whole
-from bayesify.model.wrapping import bayesify, mean, scopes_of
-from bayesify.model.wrapping import samples as draws
-from bayesify.prediction.batches import as_batches, call_model, device_of, split_batch, to_device
+from bayesify.model.wrapping import bayesify
+from bayesify.prediction.statistics import update_bn
 
 from .extras import extra
+
+__all__ = ["BayesianVision", "create_bayesian", "update_bn"]
 
 LIBRARIES = ("timm", "torchvision")
 CLASSIFIERS = ("fc", "classifier", "heads", "head")  # where torchvision's models keep theirs
@@ -309,95 +307,3 @@ def _torchvision_transforms(preset: Any) -> tuple[Transform, Transform]:
         ]
     )
     return train, preset
-
-
-# -- batch statistics -----------------------------------------------------------------------------------------------
-
-
-def update_bn(
-    model: nn.Module,
-    loader: Iterable[Any],
-    samples: int | None = 0,
-    *,
-    seed: int | None = None,
-    progress: bool = False,
-) -> nn.Module:
-    """Estimate the running statistics of every BatchNorm anew.
-
-    During training they follow the training draws: an average over samples, not the statistics of the mean nor those
-    of any one sample. This replaces them by the plain average over the batches of a loader, with every other module in
-    eval mode.
-
-    Args:
-        model: A bayesified model, or a module that contains one.
-        loader: Batches as `predict` takes them; better large ones, without augmentation.
-        samples: 0 estimates for the posterior mean, n for the average over n posterior samples, None for whatever is
-            in force: inside `sample(model)` or a turn of `samples(model, n)` that is this one draw.
-        seed: Which samples, as in `samples(model, n, seed)`.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: The loader is empty, or `samples` is out of range. The statistics are then as before.
-
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify
-        >>> from bayesify.integrations.vision import update_bn
-        >>> model = bayesify(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
-        >>> update_bn(model, [torch.randn(64, 3)])[1].num_batches_tracked
-        tensor(1)
-    """
-    if not (samples is None or (is_whole(samples) and samples >= 0)):
-        raise ValueError(f"samples must be an integer >= 0, or None for what is in force, got {samples!r}")
-    scopes_of(model)
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    if not norms:
-        return model
-    device = device_of(model)
-    loader = as_batches(loader)
-    seen = 0
-    with _estimating(model, norms):
-        for turn in draws(model, samples, seed) if samples else range(1):
-            before = seen
-            with _mode(model, samples):
-                for batch in tqdm(loader, desc="update_bn", unit="batch", disable=not progress):
-                    call_model(model, to_device(split_batch(batch)[0], device))
-                    seen += 1
-            if seen == before:
-                if seen:
-                    raise ValueError(f"no batches are left for sample {turn + 1}; pass a list or a DataLoader")
-                raise ValueError("the loader has no batches; pass a non-empty one")
-    return model
-
-
-def _mode(model: nn.Module, samples: int | None) -> AbstractContextManager[None]:
-    return mean(model) if samples == 0 else nullcontext()
-
-
-@contextmanager
-def _estimating(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Eval mode but for the norms, which start to average from nothing; an error puts their statistics back."""
-    flags = [(module, module.training) for module in model.modules()]
-    momenta = [norm.momentum for norm in norms]
-    before = [{name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)} for norm in norms]
-    model.eval()
-    try:
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # every batch counts the same
-            norm.training = True
-        with torch.no_grad():
-            yield
-    except BaseException:
-        for norm, buffers in zip(norms, before, strict=True):
-            for name, buffer in buffers.items():
-                getattr(norm, name).copy_(buffer)
-        raise
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        for module, training in flags:
-            module.training = training

@@ -24,8 +24,9 @@ from bayesify import (
     summary,
     unbayesify,
 )
+from bayesify.model import checkpoint
 from bayesify.model.checkpoint import POSTERIOR_FILE, CheckpointError
-from bayesify.model.mixture import Mixture
+from bayesify.model.mixture import Mixture, shared_copy
 from bayesify.prediction.predictive import Predictive
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -373,3 +374,21 @@ def test_a_hugging_face_folder_holds_the_mixture_and_reads_as_its_first_member(t
     plain = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(plain(**inputs).logits, models[0](**inputs).logits)
+
+
+def test_loading_copies_only_the_frozen_weights_that_differ(tmp_path, monkeypatch):
+    same, other = [bayesify(net(seed), "vanilla") for seed in (0, 1)], bayesify(net(2, base=7), "vanilla")
+    for name, models in (("same", same), ("other", [same[0], other])):
+        save(mix(models), tmp_path / name)
+        restored = load(net(9), tmp_path / name)
+        assert torch.equal(plain_logits(components(restored)), plain_logits(models))
+    plain = net(9)
+    copied = shared_copy(plain)
+    assert copied.trunk.weight is not plain.trunk.weight
+    assert copied.trunk.weight.data_ptr() == plain.trunk.weight.data_ptr()
+    assert copied.head.weight.data_ptr() != plain.head.weight.data_ptr()
+    assert shared_copy(plain, apart={id(plain.trunk.weight)}).trunk.weight.data_ptr() != plain.trunk.weight.data_ptr()
+    made = []
+    monkeypatch.setattr(checkpoint, "shared_copy", lambda *a, **k: made.append(shared_copy(*a, **k)) or made[-1])
+    load(plain, tmp_path / "same")
+    assert made[0].trunk.weight.data_ptr() == plain.trunk.weight.data_ptr()

@@ -1,7 +1,11 @@
 """SWAG: the Gaussian of collected iterates, correlated across layers, by any optimizer."""
 
+import copy
+import math
+
 import pytest
 import torch
+from bayesify.integrations.vision import update_bn
 from torch import nn
 
 from bayesify import (
@@ -127,7 +131,7 @@ def test_there_is_nothing_to_sample_before_two_iterates():
         with pytest.raises(ValueError, match=r"call bayesify.methods.swag.collect\(model\)"), sample(model):
             pass
         collect(model)
-    assert predict(model, X, task="regression").num_samples == 5
+    assert predict(model, X, task="regression").num_samples == 30
 
 
 def test_a_parameter_that_nobody_moves_stays_a_point():
@@ -224,6 +228,9 @@ def test_swag_models_mix_and_are_calibrated():
         ({"rank": 1}, "rank must be an integer >= 2, got 1"),
         ({"every": -1}, "every must be an integer >= 0, got -1"),
         ({"start": 0.5}, "start must be an integer >= 0, got 0.5"),
+        ({"steps": 2}, "steps must be an integer >= 4, got 2"),
+        ({"steps": 10, "start": 8, "every": 3}, "10 steps end before the second iterate"),
+        ({"low": 2.0}, "low must be at most high = "),
     ],
 )
 def test_options_out_of_range_are_told(options, message):
@@ -234,3 +241,160 @@ def test_options_out_of_range_are_told(options, message):
 def test_collect_needs_a_swag_model():
     with pytest.raises(ValueError, match="no posterior of method 'swag'"):
         collect(bayesify(net(), "vi"))
+
+
+# -- the schedule ---------------------------------------------------------------------------------------------------
+
+
+def noting_rates(optimizer):
+    """Return a list that gets the learning rate of each step."""
+    taken = []
+    optimizer.register_step_pre_hook(lambda one, *_: taken.append(one.param_groups[0]["lr"]))
+    return taken
+
+
+def test_the_second_half_of_training_runs_in_cycles_and_collects_their_ends():
+    model = bayesify(net(), "swag", steps=40, high=2.0, low=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taken = noting_rates(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 5, 1 - step / 50))
+    seen, own = [], []
+    for _ in range(40):
+        own.append(optimizer.param_groups[0]["lr"])
+        seen.append(train(model, optimizer, 1)[0])
+        assert optimizer.param_groups[0]["lr"] == own[-1]  # a scheduler finds what it left
+        scheduler.step()
+    assert taken[:20] == own[:20]
+    assert taken[20:] == pytest.approx([max(own) * f for f in (2.0, 0.5)] * 10)
+    mu = torch.cat([p.mean.flatten() for _, p in named_posteriors(model)])
+    torch.testing.assert_close(mu, torch.stack(seen)[21::2].mean(0), rtol=0, atol=1e-12)
+    assert [int(p.count) for _, p in named_posteriors(model)] == [10, 10, 10]
+
+
+def test_a_cycle_is_a_cosine_from_high_to_low():
+    model = bayesify(net(), "swag", steps=30, start=10, every=5, high=1.0, low=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taken = noting_rates(optimizer)
+    train(model, optimizer, 30)
+    cycle = [0.1 * (0.2 + 0.8 * (1 + math.cos(math.pi * k / 4)) / 2) for k in range(5)]
+    assert taken == pytest.approx([0.1] * 10 + cycle * 4)
+
+
+def test_a_schedule_goes_on_after_a_stop(tmp_path):
+    def start():
+        torch.manual_seed(0)
+        model = bayesify(net(), "swag", steps=20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def run(parts, steps):
+        for _ in range(steps):
+            train(parts[0], parts[1], 1)
+            parts[2].step()
+
+    whole = start()
+    run(whole, 20)
+    first, second = start(), start()
+    run(first, 13)
+    for part, other in zip(second, first, strict=True):
+        torch.save(other.state_dict(), tmp_path / "part")
+        part.load_state_dict(torch.load(tmp_path / "part"))
+    run(second, 7)
+    for (_, a), (_, b) in zip(named_posteriors(whole[0]), named_posteriors(second[0]), strict=True):
+        assert torch.equal(a.iterates, b.iterates)
+
+
+def test_a_step_that_fails_gives_its_rate_back():
+    class Fails(torch.optim.SGD):
+        def step(self):
+            raise KeyboardInterrupt
+
+    model = bayesify(net(), "swag", steps=4, start=0, every=1, high=3.0, low=3.0)
+    optimizer = Fails(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    torch.optim.SGD.step(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_without_steps_nothing_is_collected_and_no_rate_touched():
+    model = bayesify(net(), "swag")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taken = noting_rates(optimizer)
+    train(model, optimizer, 5)
+    assert taken == [0.1] * 5
+    with pytest.raises(ValueError, match=r"bayesify\(model, 'swag', steps=...\)"):
+        predict(model, X, task="regression")
+
+
+# -- BatchNorm ------------------------------------------------------------------------------------------------------
+
+
+def with_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+
+
+def by_hand(model, data):
+    """Return the outputs with the average statistics of the batches under the theta in force."""
+    with torch.no_grad():
+        hidden = [model[0](x) for x in data]
+        center, variance = (torch.stack([f(h, 0) for h in hidden]).mean(0) for f in (torch.mean, torch.var))
+        scaled = (model[0](X) - center) / (variance + model[1].eps).sqrt()
+        return model[2](scaled * model[1].weight + model[1].bias)
+
+
+def test_statistics_are_computed_for_every_sample_at_prediction():
+    model = bayesify(with_norm(), "swag", every=1)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.3), 6)
+    data = [X[:4], X[4:]]
+    kept = copy.deepcopy(model[1].state_dict())
+    with pytest.warns(UserWarning, match="BatchNorm statistics are those of its last iterate"):
+        before = predict(model, X, 3, seed=1).logits
+    for given in (data, iter(data)):
+        found = predict(model, [X[:3], X[3:]], 3, seed=1, update_bn=given).logits
+        expected = [by_hand(model, data) for _ in samples(model, 3, seed=1)]
+        torch.testing.assert_close(found, torch.stack(expected))
+        assert not torch.allclose(found, before)
+    for name, tensor in model[1].state_dict().items():
+        assert torch.equal(tensor, kept[name])
+
+
+def test_statistics_that_were_computed_are_not_warned_of():
+    model = bayesify(with_norm(), "swag", every=1)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.3), 6)
+    update_bn(model, [X])
+    alone = predict(model, X, 0).logits
+    torch.testing.assert_close(alone, predict(model, X, 0, update_bn=[X]).logits)
+    with mean(model):
+        torch.testing.assert_close(alone[0], by_hand(model, [X]))
+
+
+def test_every_member_of_a_mixture_gets_its_own_statistics():
+    members = []
+    for seed in range(3):
+        members.append(bayesify(with_norm(), "swag", every=1))
+        torch.manual_seed(seed)
+        for _, posterior in named_posteriors(members[-1]):
+            nn.init.normal_(posterior.original)
+        train(members[-1], torch.optim.SGD(members[-1].parameters(), lr=0.1), 4)
+    model = update_bn(mix(members), [X])
+    for member in components(model):
+        with mean(member):
+            torch.testing.assert_close(member.eval()(X), by_hand(member, [X]))
+    found = predict(model, X, 3, seed=0, update_bn=[X])
+    for k, _ in enumerate(samples(model, 3, seed=0)):
+        torch.testing.assert_close(found.logits[k], by_hand(members[k], [X]))
+    with sample(members[1], seed=3):
+        update_bn(members[1], [X], samples=None)
+        torch.testing.assert_close(members[1](X), by_hand(members[1], [X]))
+
+
+def test_statistics_need_batches():
+    model = bayesify(with_norm(), "swag", every=1)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.3), 3)
+    kept = copy.deepcopy(model[1].state_dict())
+    with pytest.raises(ValueError, match="update_bn has no batches"):
+        predict(model, X, 2, update_bn=[])
+    assert all(torch.equal(t, kept[n]) for n, t in model[1].state_dict().items())

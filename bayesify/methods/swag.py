@@ -18,29 +18,38 @@ from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
 from bayesify.model.wrapping import named_posteriors
+from bayesify.prediction.statistics import STALE
 
 SHARED = name_key("swag/shared")
+CYCLES = 10  # iterates of a schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class SWAG(Tempered):
     """Options of "swag".
 
-    Any optimizer trains the model, and its steps are noticed: after `start` steps every `every`-th iterate is
-    collected. The spread is that of the optimizer's own path, so its learning rate is part of the method: train to the
-    optimum first, then go on at a constant rate, about half of the one that training began with (or a cyclic one, whose
-    period is `every`, so that each cycle's end is collected); at a small rate the iterates hardly differ, and the
-    spread is too small. In mean mode the model is the mean of the iterates. The statistics of BatchNorm layers are the
-    last iterate's, until `bayesify.integrations.vision.update_bn` computes those of mean mode.
+    Any optimizer trains the model, and its steps are noticed. The spread is that of the optimizer's own path, so the
+    learning rate is a part of the method: at a small one the iterates hardly differ. With `steps`, the length of the
+    training, the method has a schedule. The first half is the optimizer's own. From `start` on the rate goes down from
+    `high` to `low`, by a cosine, in cycles of `every` steps, whatever a scheduler says, and the last iterate of every
+    cycle is collected: a high rate leaves the last one's place, a low one comes to rest in another.
+
+    Without `steps` the rates are yours: `start` and `every` say what is collected, or `collect(model)` does. In mean
+    mode the model is the mean of the iterates. The statistics of BatchNorm layers are the last iterate's; `predict(...,
+    update_bn=train_loader)` computes those of every sample.
 
     Attributes:
-        start: Optimizer steps before the first that counts.
-        every: Every how many steps after these an iterate is collected; 0 collects by `collect(model)` alone.
+        steps: How many optimizer steps training takes; None leaves the learning rate alone. `BayesTrainer` knows it.
+        start: Steps before the first that counts; None is half of `steps`, or 0.
+        every: Every how many steps after these an iterate is collected; None is a tenth of the rest of `steps`, and
+            without `steps` nothing is collected but by `collect`, as with 0.
+        high: The learning rate at the beginning of a cycle, over the largest one before.
+        low: The learning rate at the end of a cycle, likewise; the same as `high` for a constant rate.
         rank: K, how many of the last iterates are kept, each of the parameters' size; at least 2.
         Ninflate: The data counts as if each item were there this many times; it weakens the penalty. None is 1, or by
             the number of weights where `prior_sig` is None.
         bias: "informative" treats biases as the weights; "uninformative" gives them a flat prior.
-        nst: Samples at prediction.
+        nst: Samples at prediction; the iterates differ in a few directions, and few samples miss some of them.
     """
 
     name: ClassVar[str] = "swag"
@@ -48,19 +57,57 @@ class SWAG(Tempered):
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
     follows_steps: ClassVar[bool] = True
 
-    start: int = 0
-    every: int = 10
+    steps: int | None = None
+    start: int | None = None
+    every: int | None = None
+    high: float = 1.0
+    low: float = 0.1
     rank: int = 20
     Ninflate: float | None = None
     bias: str = "informative"
+    nst: int = 30
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_optional("Ninflate", above=0)
-        for option, least in (("start", 0), ("every", 0), ("rank", 2)):
+        self.check("low", least=0)
+        self.check("high", above=0)
+        if self.low > self.high:
+            raise ValueError(f"low must be at most high = {self.high!r}, got {self.low!r}")
+        for option, least in (("steps", 4), ("start", 0), ("every", 0), ("rank", 2)):
             value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (whole and value >= least) and not (value is None and option != "rank"):
                 raise ValueError(f"{option} must be an integer >= {least}, got {value!r}")
+        if self.steps is not None and self.first + 2 * max(self.period, 1) > self.steps:
+            raise ValueError(
+                f"{self.steps} steps end before the second iterate, after start + 2 * every = "
+                f"{self.first + 2 * max(self.period, 1)}; take a smaller start or every, or leave them out"
+            )
+
+    @property
+    def first(self) -> int:
+        """How many steps pass before the first that counts."""
+        return self.start if self.start is not None else (self.steps or 0) // 2
+
+    @property
+    def period(self) -> int:
+        """Every how many steps an iterate is collected; 0 is never."""
+        if self.every is not None or self.steps is None:
+            return self.every or 0
+        return max((self.steps - self.first) // CYCLES, 1)
+
+    def rate_factor(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> float | None:
+        """Return low + (high - low) (1 + cos(pi r))/2; r goes from 0 at a cycle's first step to 1 at its last.
+
+        None before `start`, and without `steps`.
+        """
+        made = max((p.steps for p in posteriors if isinstance(p, SWAGPosterior) and id(p.original) in moved), default=0)
+        if self.steps is None or made < self.first:
+            return None
+        period = max(self.period, 1)
+        r = (made - self.first) % period / max(period - 1, 1)
+        return self.low + (self.high - self.low) * (1 + math.cos(math.pi * r)) / 2
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without iterates at first."""
@@ -72,8 +119,8 @@ class SWAG(Tempered):
         for posterior in posteriors:
             if isinstance(posterior, SWAGPosterior) and id(posterior.original) in moved:
                 posterior.steps += 1
-                since = posterior.steps - self.start
-                if self.every and since > 0 and since % self.every == 0:
+                since = posterior.steps - self.first
+                if self.period and since > 0 and since % self.period == 0:
                     posterior.collect()
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
@@ -93,7 +140,7 @@ class SWAGPosterior(MomentsPosterior):
     moments = ("count", "average", "scatter", "iterates")
     results = ("steps",)
     missing = (
-        "SWAG needs two iterates; train beyond start + 2 * every optimizer steps, or call "
+        "SWAG needs two iterates; tell it how long training is, bayesify(model, 'swag', steps=...), or call "
         "bayesify.methods.swag.collect(model) now and then"
     )
 
@@ -181,6 +228,8 @@ class SWAGPosterior(MomentsPosterior):
 
         n <- n + 1; d = theta - average; average <- average + d/n; scatter <- scatter + (n-1)/n d^2.
         """
+        if self.reader is not None:
+            self.reader.told.add(STALE)
         theta = self.original.detach()
         theta = theta.to(state_dtype(theta)).clone(memory_format=torch.contiguous_format)
         if self.count is None or self.average is None or self.scatter is None or self.iterates is None:

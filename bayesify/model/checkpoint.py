@@ -11,11 +11,10 @@ tensors of their own without another version: options are those of the method's 
 own tensors (`check_state`).
 """
 
-import copy
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -27,10 +26,10 @@ from bayesify.model import fileformat
 from bayesify.model.fileformat import FORMAT, VERSION, CheckpointError, damaged
 from bayesify.model.lost import replaced
 from bayesify.model.method import REGISTRY, Method, resolve
-from bayesify.model.mixture import Mixture, mixture_in
+from bayesify.model.mixture import Mixture, mixture_in, shared_copy
 from bayesify.model.posteriors import Posterior, Prior
 from bayesify.model.scopes import Scope
-from bayesify.model.selection import candidates
+from bayesify.model.selection import candidates, plain_tensors
 from bayesify.model.stored import CENTER
 from bayesify.model.wrapping import check_module, check_wrappable, not_bayesian, wrap
 
@@ -102,7 +101,8 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
     mixture = mixture_in(model)
     present: list[nn.Module] = [model] if mixture is None else list(mixture.members)
     if mixture is None and len(files) > 1 and not any(isinstance(m, Posterior) for m in model.modules()):
-        present = [model, *(copy.deepcopy(model) for _ in range(len(files) - 1))]
+        apart = _different(model, list(files.values()))
+        present = [model, *(shared_copy(model, apart=apart) for _ in range(len(files) - 1))]
     if len(present) != len(files):
         raise CheckpointError(
             f"{path} holds {_models(len(files))}, this is {_models(len(present))}; load into a plain model"
@@ -113,6 +113,14 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
     if mixture is None and len(files) > 1:
         return Mixture(present)  # type: ignore[return-value]
     return model
+
+
+def _different(model: nn.Module, files: "list[File]") -> set[int]:
+    """Return the ids of a plain model's tensors that the members of a file do not share."""
+    kept = {name: [file.tensors.get((REST, name)) for file in files] for name, _ in plain_tensors(model)}
+    common = {name for name, found in kept.items() if all(t is found[0] for t in found)}
+    bayesian = set().union(*(file.priors for file in files))
+    return {id(t) for name, t in plain_tensors(model) if name not in common or name in bayesian}
 
 
 def _models(count: int) -> str:
@@ -224,19 +232,6 @@ def members_of(model: nn.Module) -> dict[str, tuple[nn.Module, Scope]]:
     if mixture is None:
         return {ALONE: root_of(model)}
     return {str(i): root_of(member) for i, member in enumerate(mixture.members)}
-
-
-def plain_tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers under their plain names, each once, the posteriors' own left out."""
-    seen: set[int] = set()
-    for path, module in root.named_modules():
-        if isinstance(module, Posterior):
-            continue
-        lasting = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in (*module._parameters.items(), *lasting.items()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield f"{path}.{name}" if path else name, tensor
 
 
 def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:

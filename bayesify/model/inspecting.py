@@ -111,6 +111,9 @@ def stored_posteriors(file: File) -> Iterator[Posterior]:
 class _Itself:
     """Reads of a posterior that belongs to no model give its mean."""
 
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         return posterior.mean_theta(original)
 

@@ -37,7 +37,8 @@ class Method:
     """The optimizer of this library without which the method gets no posterior, if there is one."""
 
     follows_steps: ClassVar[bool] = False
-    """Whether the method is told of every optimizer step that moves its parameters, by `after_step`."""
+    """Whether the method is told of every optimizer step that moves its parameters, by `after_step`; `rate_factor` may
+    then choose its learning rate."""
 
     bias: str
     nst: int = 5
@@ -83,6 +84,15 @@ class Method:
             posteriors: A model's.
             moved: The ids of the parameters that belong to the optimizer.
         """
+
+    def rate_factor(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> float | None:
+        """Return the learning rate of the next step over the largest so far; None leaves it to the optimizer.
+
+        Args:
+            posteriors: A model's.
+            moved: The ids of the parameters that belong to the optimizer.
+        """
+        return None
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise if one of a model's posteriors cannot be sampled yet."""

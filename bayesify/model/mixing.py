@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from bayesify.model.checkpoint import plain_tensors, root_of
+from bayesify.model.checkpoint import root_of
 from bayesify.model.mixture import Mixture, mixture_in
 from bayesify.model.posteriors import Posterior
+from bayesify.model.selection import plain_tensors
 from bayesify.model.wrapping import check_module
 
 

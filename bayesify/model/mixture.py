@@ -5,8 +5,8 @@ were mixed, not copies of them; equal frozen weights and tables are in memory on
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from bayesify.model.modes import block_of
 from bayesify.model.posteriors import Posterior
 from bayesify.model.stored import CENTER
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Mixture(nn.Module):
@@ -89,6 +91,19 @@ class Mixture(nn.Module):
                     setattr(owner, key, twin)
                 else:  # the parameter stays the object that it was: optimizers and ties know it
                     tensor.data = twin.data
+
+
+def shared_copy(model: M, *, apart: Collection[int] = ()) -> M:
+    """Copy a model whose frozen weights stay in memory once, such as the base of an adapter.
+
+    The copy has parameters of its own, which read the same memory.
+
+    Args:
+        model: The model.
+        apart: The ids of frozen parameters that are copied nevertheless.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter and id(p) not in apart]
+    return copy.deepcopy(model, {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen})
 
 
 def posteriors_in(model: nn.Module) -> Iterator[Posterior]:

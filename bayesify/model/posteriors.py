@@ -38,6 +38,9 @@ class Prior:
 class Reader(Protocol):
     """Whoever decides which theta a posterior hands out (`bayesify.model.scopes.Scope`)."""
 
+    told: set[str]
+    """What a user has been told, or will be."""
+
     def read(self, posterior: "Posterior", original: Tensor) -> Tensor:
         """Return the theta that a read of this posterior sees now."""
 

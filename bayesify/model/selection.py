@@ -3,14 +3,14 @@
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
 
-from bayesify.model.posteriors import Prior
+from bayesify.model.posteriors import Posterior, Prior
 from bayesify.model.scales import relative_sig
 
 SMALLEST_SIG = 1e-100  # the squares of a prior's scale and of its inverse are numbers
@@ -236,3 +236,16 @@ def _from_names(candidate: Candidate, values: Mapping[str, Tensor], source: str)
         + (f" (closest: {near[0]!r})" if near else "")
         + "; give the missing names a value by a mapping, e.g. prior_mean={'head.*': 'zero'}"
     )
+
+
+def plain_tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers under their plain names, each once, the posteriors' own left out."""
+    seen: set[int] = set()
+    for path, module in root.named_modules():
+        if isinstance(module, Posterior):
+            continue
+        lasting = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *lasting.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor

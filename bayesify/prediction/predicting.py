@@ -6,7 +6,7 @@ that part is then computed once per batch. The members of a mixture take turns, 
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal, NamedTuple, overload
 
@@ -30,8 +30,10 @@ from bayesify.prediction.multilabel import MultilabelPredictive, MultilabelTally
 from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
+from bayesify.prediction.statistics import own_statistics, warn_where_stale
 
 THETAS = 1 << 30  # bytes
+MOST = 5  # samples of a mixture's member, where nobody says how many
 
 Exact = ClassificationTally | RegressionTally  # know what to do with a closed form
 Tally = Exact | MultilabelTally
@@ -55,6 +57,7 @@ def predict(
     task: Literal["classification", "tokens"] = ...,
     progress: bool = ...,
     keep_samples: bool = ...,
+    update_bn: Any = ...,
 ) -> Predictive: ...
 @overload
 def predict(
@@ -66,6 +69,7 @@ def predict(
     task: Literal["regression", "heteroscedastic"],
     progress: bool = ...,
     keep_samples: bool = ...,
+    update_bn: Any = ...,
 ) -> RegressionPredictive: ...
 @overload
 def predict(
@@ -77,6 +81,7 @@ def predict(
     task: Literal["multilabel"],
     progress: bool = ...,
     keep_samples: bool = ...,
+    update_bn: Any = ...,
 ) -> MultilabelPredictive: ...
 def predict(
     model: nn.Module,
@@ -87,6 +92,7 @@ def predict(
     task: str = "classification",
     progress: bool = False,
     keep_samples: bool = True,
+    update_bn: Any = None,
 ) -> Predictive | RegressionPredictive | MultilabelPredictive:
     """Average a model's predictions over posterior samples, in eval mode and without gradients.
 
@@ -100,8 +106,8 @@ def predict(
         samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
             one pass and a closed form where a fitted "la" has spread in a linear last layer only (`num_samples` is
             then 0, and `logits` are the mean's), else the method's `nst` samples. A mixture spreads its samples evenly
-            over the members, of which each weighs the same; None does the best for every member, and a member that is
-            a point takes one.
+            over the members, of which each weighs the same; None does the best for every member: a closed form, one
+            sample of a point, five of the others.
         seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
             where there is anything to sample.
         task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. The
@@ -111,6 +117,8 @@ def predict(
             are means and log variances, in halves of the last dimension.
         progress: Whether to show a progress bar.
         keep_samples: Whether to keep the outputs of every sample; False needs less memory.
+        update_bn: Training data, as `data`, from which the statistics of BatchNorm layers are computed for every sample
+            before it predicts: those of training belong to other weights. The model keeps its own.
 
     Returns:
         The predictive distribution, on the CPU.
@@ -133,9 +141,14 @@ def predict(
     scopes = [] if is_plain(model) else scopes_of(model)
     batches, places = as_batches(data), own_places(data)
     members = [Member(i, own) for i, own in enumerate(member_scopes(model, scopes))][: 1 if samples == 0 else None]
-    if len(members) > 1 and not _rereadable(batches):
+    if (len(members) > 1 or update_bn is not None) and not _rereadable(batches):
         batches = list(batches)  # the members take their turns on the same data
-    run = Run(model, scopes, task, keep_samples, progress)
+    if update_bn is None:
+        warn_where_stale(model, scopes)
+    else:
+        update_bn = as_batches(update_bn)
+        update_bn = list(update_bn) if isinstance(update_bn, Iterator) else update_bn
+    run = Run(model, scopes, task, keep_samples, progress, update_bn)
     exact: dict[int, Found] = {}
     for member in members if samples is None else ():
         found, batches = run.in_closed_form(member, batches)
@@ -158,10 +171,13 @@ class Member(NamedTuple):
     scopes: list[Scope]
 
     def share(self, samples: int | None, members: int) -> int:
-        """Return how many samples are this member's: its method's, or an even share; the first ones have the rest."""
+        """Return how many samples are this member's: its method's, five at most beside others, or an even part.
+
+        What is left over goes to the first ones.
+        """
         if samples is None:
             own = max((scope.method.nst for scope in self.scopes), default=0)
-            return own if members == 1 else max(own, 1)
+            return own if members == 1 else min(max(own, 1), MOST)
         return 0 if not self.scopes else samples // members + (self.number < samples % members)
 
 
@@ -173,6 +189,7 @@ class Run(NamedTuple):
     task: str
     keep: bool
     progress: bool
+    update_bn: Iterable[Any] | None
 
     def sampled(self, member: Member, batches: Iterable[Any], seeds: list[int]) -> Found:
         """Average over the draws of these seeds; without any, use the mean."""
@@ -180,18 +197,35 @@ class Run(NamedTuple):
         modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=member.number) for s in seeds] or [MEAN]
         labels: dict[int, Any] = {}
         device = device_of(model)
-        reuse = reusing(model) if len(modes) > 1 and _thetas_fit(model, len(modes)) else nullcontext()
-        with evaluation(model), reuse as memory, _bar(batches, len(modes), self.progress) as bar:
-            for sample, batch_index, batch, mode in _turns(batches, modes, memory):
-                inputs, target = split_batch(batch)
-                labels[batch_index] = target
-                with override(self.scopes, mode):
-                    output = call_model(model, to_device(inputs, device), to_device(target, device))
-                tally.add(sample, batch_index, logits_of(output))
-                bar.update()
+        # Statistics hold for one sample: it sees all the data before the next one comes.
+        groups = [modes] if self.update_bn is None else [[mode] for mode in modes]
+        several = len(groups[0]) > 1 and _thetas_fit(model, len(modes))
+        with (
+            evaluation(model),
+            reusing(model) if several else nullcontext() as memory,
+            _bar(batches, len(modes), self.progress) as bar,
+        ):
+            for first, together in enumerate(groups):
+                with self.statistics(together[0]):
+                    for sample, batch_index, batch, mode in _turns(batches, together, memory):
+                        inputs, target = split_batch(batch)
+                        labels[batch_index] = target
+                        with override(self.scopes, mode):
+                            output = call_model(model, to_device(inputs, device), to_device(target, device))
+                        tally.add(first + sample, batch_index, logits_of(output))
+                        bar.update()
         if not labels:
             raise ValueError("the data has no batches; pass a non-empty loader or tensor")
         return _with_noise(tally.finish(len(seeds), [labels[i] for i in sorted(labels)]), member.scopes, self.task)
+
+    @contextmanager
+    def statistics(self, mode: Mode) -> Iterator[None]:
+        """Use the BatchNorm statistics of one sample, where there is data to compute them from."""
+        with ExitStack() as stack:
+            if self.update_bn is not None:
+                with override(self.scopes, mode):
+                    stack.enter_context(own_statistics(self.model, self.update_bn))
+            yield
 
     def in_closed_form(self, member: Member, batches: Iterable[Any]) -> tuple[Found | None, Iterable[Any]]:
         """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning."""
@@ -208,7 +242,7 @@ class Run(NamedTuple):
             raise ValueError("the data has no batches; pass a non-empty loader or tensor")
         mode = MEAN._replace(member=member.number)
         try:
-            with evaluation(self.model), _bar(batches, 1, self.progress) as bar:
+            with evaluation(self.model), self.statistics(mode), _bar(batches, 1, self.progress) as bar:
                 for i, one in enumerate(passed(self.model, self.scopes, form.head, chain([first], source), mode)):
                     tally.add_gaussian(i, form.logits(one.features, one.output), one.output)
                     labels.append(one.target)
