@@ -13,9 +13,11 @@ from torch.nn import functional as F
 
 from bayesify import metrics
 from bayesify.model.draws import MEAN, Draw, Mode
+from bayesify.model.mixture import member_count
 from bayesify.model.modes import override
 from bayesify.model.seeds import draw_seeds
 from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.predicting import MOST
 from bayesify.prediction.predictive import entropy_of
 from bayesify.prediction.targets import IGNORED
 
@@ -140,7 +142,7 @@ class Evaluation:
 
     def __init__(self, model: nn.Module, samples: int | None, *, seed: int, shifts: bool) -> None:
         if samples is None:
-            samples = max(scope.method.nst for scope in scopes_of(model))
+            samples = default_samples(model)
         self.samples = samples if can_be_sampled(model) else 0
         self.each_sample = PinnedSamples(model, self.samples, seed)
         self.shifts = shifts
@@ -215,12 +217,17 @@ class Evaluation:
         return {**out, "posterior_samples": float(self.samples)} if out else out
 
 
+def default_samples(model: nn.Module) -> int:
+    """Return the largest `nst` of a model's methods; of a mixture so many for each member, but no more than five."""
+    own, members = max(scope.method.nst for scope in scopes_of(model)), member_count(model)
+    return own if members == 1 else members * min(max(own, 1), MOST)
+
+
 def can_be_sampled(model: nn.Module) -> bool:
     """Tell whether the posterior can be sampled already: SGLD needs moments, Laplace its fit."""
     try:
         for scope in scopes_of(model):
-            for posterior in scope.posteriors:
-                posterior.check_ready()
+            scope.method.check_ready(scope.posteriors)
     except RuntimeError:
         return False
     return True

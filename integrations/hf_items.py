@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from bayesify.model.mixture import Mixture
 from bayesify.model.wrapping import mean
 from bayesify.prediction.targets import IGNORED
 
@@ -49,6 +50,8 @@ def items(batch: Mapping[str, Any], *, shifts: bool) -> Tensor:
 
 def is_causal(model: nn.Module) -> bool:
     """Tell by its class whether a model shifts its labels by itself."""
+    if isinstance(model, Mixture):
+        model = model.members[0]
     plain = getattr(model, "get_base_model", lambda: model)()
     name = type(plain).__name__.removeprefix("Parametrized")
     decodes_only = not getattr(getattr(plain, "config", None), "is_encoder_decoder", False)

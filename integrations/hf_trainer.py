@@ -2,23 +2,20 @@
 
 import inspect
 import math
-import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import bayesify
-from bayesify.model.checkpoint import POSTERIOR_FILE, load, mean_tensors, root_of, save_posterior
+from bayesify.model.checkpoint import load, mean_tensors, root_of, save_posterior
 from bayesify.model.folders import is_adapter
+from bayesify.model.mixture import Mixture
 from bayesify.model.posteriors import Posterior
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import scopes_of
@@ -27,8 +24,7 @@ from bayesify.prediction.batches import logits_of
 from .hf_evaluation import Average, Evaluation
 from .hf_items import is_causal, random_state_kept
 from .hf_loss import LossMixin
-
-STATE_FILE = "trainer_state.json"  # which the Trainer writes last into a checkpoint
+from .hf_members import last_checkpoint, train_members
 
 
 class BayesTrainerMixin(LossMixin):
@@ -45,13 +41,18 @@ class BayesTrainerMixin(LossMixin):
         momentum: Of method "sgld".
         burnin_epochs: Of method "sgld", in place of its option `burnin` (which is in optimizer steps).
         laplace: Options of `bayesify.fit_laplace`, which runs after training with method "la".
+        members: How many models `train` trains one after another; above 1 the trainer's model is their mixture after
+            that. Each has a seed of its own, and a folder `member-k` in the output folder. They start where the model
+            does, or, better, where `model_init` starts with their seeds.
         **kwargs: The Trainer's.
 
     Raises:
         ValueError: The model is not bayesified, or an argument is out of range.
     """
 
+    model: Any
     optimizer: Any
+    lr_scheduler: Any
     optimizer_cls_and_kwargs: Any
 
     def __init__(
@@ -65,13 +66,22 @@ class BayesTrainerMixin(LossMixin):
         momentum: float = 0.0,
         burnin_epochs: float | None = None,
         laplace: Mapping[str, Any] | None = None,
+        members: int = 1,
         **kwargs: Any,
     ) -> None:
         if samples is not None and (not is_whole(samples) or samples < 0):
             raise ValueError(f"samples must be an integer >= 0, or None for the method's nst, got {samples!r}")
         if burnin_epochs is not None and not (math.isfinite(burnin_epochs) and burnin_epochs >= 0):
             raise ValueError(f"burnin_epochs must be a number >= 0, got {burnin_epochs!r}")
+        if not is_whole(members) or members < 1:
+            raise ValueError(f"members must be an integer >= 1, got {members!r}")
+        mixture = args[0] if args else kwargs.get("model")
+        if isinstance(mixture, Mixture):  # the Trainer looks at a model's class and signature: those of the members
+            first = mixture.members[0]
+            args, kwargs = ((first, *args[1:]), kwargs) if args else ((), {**kwargs, "model": first})
         super().__init__(*args, num_data=num_data, **kwargs)
+        if members > 1 and self.optimizer is not None:
+            raise ValueError("every member needs an optimizer of its own; leave optimizers= to BayesTrainer")
         methods = {scope.method.name for scope in scopes_of(self.model)}
         given = {"momentum": momentum != 0, "burnin_epochs": burnin_epochs is not None, "laplace": laplace is not None}
         for argument, method in {"momentum": "sgld", "burnin_epochs": "sgld", "laplace": "la"}.items():
@@ -86,14 +96,24 @@ class BayesTrainerMixin(LossMixin):
         self._burnin_epochs = burnin_epochs
         self._laplace = dict(laplace or {})
         self._evaluation: Evaluation | None = None
-        self._steps_per_epoch = 0
+        self._steps_per_epoch = self._max_steps = 0
+        self.members = members
+        self.member: int | None = None
+        if isinstance(mixture, Mixture):
+            self._set_signature_columns_if_needed()
+            self.take(mixture.to(self.args.device))
+
+    def take(self, model: nn.Module) -> None:
+        """Make a model the trainer's, and forget the optimizer of the one before."""
+        self.model = self.model_wrapped = model
+        self.optimizer = self.lr_scheduler = None
 
     # -- training ----------------------------------------------------------------------------------------------
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """Note how many optimizer steps an epoch has."""
         values = super().set_initial_training_values(*args, **kwargs)
-        self._steps_per_epoch = values[1]
+        self._steps_per_epoch, self._max_steps = values[1], values[-1]
         return values
 
     def create_optimizer(self, *args: Any) -> Any:
@@ -117,9 +137,17 @@ class BayesTrainerMixin(LossMixin):
             groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
             self.optimizer = bayesify.IVON(model, groups, num_data=self.num_data)
         else:
+            self._tell_swag(model)
             with self._groups_for_optimizer(model):
                 super().create_optimizer(*args)
         return self.optimizer
+
+    def _tell_swag(self, model: nn.Module) -> None:
+        """Tell method "swag" how long training is, where nobody has said what to collect."""
+        for scope in scopes_of(model):
+            method: Any = scope.method
+            if method.name == "swag" and method.steps is None and method.start is None and method.every is None:
+                scope.method = replace(method, steps=self._max_steps)
 
     @contextmanager
     def _groups_for_optimizer(self, model: nn.Module) -> Iterator[None]:
@@ -159,16 +187,27 @@ class BayesTrainerMixin(LossMixin):
         return [n for n in names if n in plain]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, then fit the curvature of method "la".
+        """Train, then fit the curvature of method "la"; with `members=` several models, whose mixture is kept.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder; True takes the last one that was written to its end.
+            resume_from_checkpoint: A checkpoint's folder; True takes the last one that was written to its end. With
+                `members=`, True goes on at the member that an earlier run has come to.
             *args: The Trainer's.
             **kwargs: The Trainer's.
         """
+        if isinstance(self.model, Mixture) and self.model_init is None:
+            raise ValueError(
+                "a mixture is not trained as a whole; make a trainer of the model that its members start from"
+            )
+        if self.members > 1:
+            return train_members(self, resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        return self.train_one(resume_from_checkpoint, *args, **kwargs)
+
+    def train_one(self, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train one model, from a checkpoint or its beginning, and fit it where its method wants that."""
+        output = super().train(checkpoint, *args, **kwargs)
         if any(scope.method.name == "la" for scope in scopes_of(self.model)):
             self.fit_laplace()
         for scope in scopes_of(self.model):
@@ -265,7 +304,17 @@ class BayesTrainerMixin(LossMixin):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the posterior mean in Hugging Face's layout and the posterior beside it."""
+        """Save the posterior mean in Hugging Face's layout and the posterior beside it; of a mixture, its own."""
+        if isinstance(mixture := self.model, Mixture):
+            self.model = mixture.members[0]
+            try:
+                self._save(output_dir, state_dict)
+            finally:
+                self.model = mixture
+            if self.args.should_save:
+                frozen = not is_adapter(mixture.members[0])
+                save_posterior(mixture, output_dir or self.args.output_dir, frozen=frozen)
+            return
         root, scope = root_of(self.model)
         if root is not self.model:
             raise ValueError(
@@ -286,20 +335,6 @@ class BayesTrainerMixin(LossMixin):
     def _load_best_model(self) -> None:
         """Load the posterior of the best checkpoint."""
         load(self.model, self.state.best_model_checkpoint)
-
-
-def last_checkpoint(output_dir: "str | os.PathLike[str]") -> str:
-    """Return the last checkpoint that was written to its end; a killed process may leave another behind."""
-    found = [
-        folder
-        for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", folder.name)
-        and (folder / STATE_FILE).is_file()
-        and (folder / POSTERIOR_FILE).is_file()
-    ]
-    if not found:
-        raise ValueError(f"there is no complete checkpoint in {os.fspath(output_dir)}; train without resuming first")
-    return str(max(found, key=lambda folder: int(folder.name.rsplit("-", 1)[1])))
 
 
 class BayesTrainer(BayesTrainerMixin, Trainer):
