@@ -36,6 +36,7 @@ COLUMNS = {  # by metric: the heading, the factor and the digits
 PAPER_METRICS = ("error", "ece_pooled", "mce_pooled", "nll")
 MISPRINT = ("la", "nst5")  # the paper's 1.51
 TOLERANCE = 0.3  # points of error
+STUDENT = 4.303  # 97.5 % quantile of t for three seeds
 LONGEST = 20  # minutes
 LARGEST_ERROR, LARGEST_NLL = 1.9, 6.5  # what a good setting reaches: percent, and times 100
 
@@ -164,7 +165,7 @@ def validation_table():
 
 def verdicts():
     """Return one line per claim: whether the result files bear it out."""
-    lines = [close_to_the_paper(), *calibrated_by_samples(), *good_settings(), *fast_enough()]
+    lines = [close_to_the_paper(), *within_scatter(), *calibrated_by_samples(), *good_settings(), *fast_enough()]
     return "".join(f"- {line}\n" for line in lines)
 
 
@@ -187,6 +188,34 @@ def close_to_the_paper():
         f"run so far, of {len(cells)} in all (the paper's 1.51 for five-sample Laplace, which does not fit its NLL, "
         f"is left out){', all but ' if off else ''}{'; '.join(off)}."
     )
+
+
+def within_scatter():
+    """Say of each error far from the paper's whether one more run of ours could well have given it.
+
+    A further run lies in m +- t s sqrt(1 + 1/n) with 95 %, for the mean m and the deviation s of n runs, and t of
+    Student's distribution with n - 1 degrees of freedom.
+    """
+    cells = [(run, nst) for run in RUNS for nst in run.paper if (run.name, nst) != MISPRINT]
+    for run, nst in cells:
+        found, reported = values(run, nst, "error"), run.paper[nst][0]
+        if len(found) == HEADLINE_SEEDS and mean(found) > reported + TOLERANCE:
+            reach = STUDENT * stdev(found) * math.sqrt(1 + 1 / len(found))
+            epochs = ", ".join(str(r["best_epoch"]) for r in results_of(run))
+            ours = ", ".join(f"{v:.2f}" for v in found)
+            yield (
+                f"{run.label} with {nst}: the paper has one number, and ours are {ours}, "
+                f"a scatter of {stdev(found):.2f} where {scatter_of_others(run)} between seeds. One more run would be "
+                f"between {max(0.0, mean(found) - reach):.2f} and {mean(found) + reach:.2f} with 95 %: the paper's "
+                f"{reported:.2f} {'is one such run' if abs(reported - mean(found)) <= reach else 'is not'}. The best "
+                f"epochs are {epochs} of {results_of(run)[0]['epochs']}: training was not over."
+            )
+
+
+def scatter_of_others(run):
+    """Return the scatter of the errors of the other headline rows, in words."""
+    others = [stdev(values(other, "nst0", "error")) for other in HEADLINE if other is not run]
+    return f"the other rows have {min(others):.2f} to {max(others):.2f}"
 
 
 def calibrated_by_samples():
