@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from bayesify.model.mixture import Mixture
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.predictive import entropy_of
@@ -71,7 +72,7 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
     sequences per input (`num_return_sequences`) count as that many inputs.
 
     Args:
-        model: A bayesified model with a `generate` method, also under PEFT.
+        model: A bayesified model with a `generate` method, also under PEFT, or a mixture of such models.
         samples: How many posterior samples; 0 is the posterior mean.
         seed: Which samples; None takes one number from torch's global generator.
         **inputs: The model's inputs, and options of its `generate`, such as `max_new_tokens`.
@@ -95,18 +96,21 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
         2
     """
     scopes_of(model)
-    if not hasattr(model, "generate"):
-        raise ValueError(f"{type(model).__name__} cannot generate; use a model with a language head")
+    mixture = model if isinstance(model, Mixture) else None
+    one = mixture.members[0] if mixture else model
+    if not hasattr(one, "generate"):
+        raise ValueError(f"{type(one).__name__} cannot generate; use a model with a language head")
     if not is_whole(samples) or samples < 0:
         raise ValueError(f"samples must be an integer >= 0, got {samples!r}")
     if "inputs_embeds" in inputs:
         raise ValueError("generate takes input_ids, got inputs_embeds: without tokens there are none to be sure of")
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    plain = one.get_base_model() if hasattr(one, "get_base_model") else one
     if "inputs" in inputs:
         inputs[plain.main_input_name] = inputs.pop("inputs")
     thetas = PinnedSamples(model, samples, seed)
     with _evaluating(model), torch.no_grad():
-        made = [model.generate(**{**inputs, "return_dict_in_generate": False}) for _ in thetas]
+        options = {**inputs, "return_dict_in_generate": False}
+        made = [(mixture.member(i) if mixture else model).generate(**options) for i in thetas]
         task = Scoring(plain, inputs, made[0])
         tokens = [task.tokens(sequences) for sequences in made]
         scores = [task.score(model, thetas, s, t) for s, t in zip(made, tokens, strict=True)]

@@ -3,8 +3,17 @@
 from .extras import extra
 
 with extra("bayesify[hf]", "transformers", "accelerate"):
+    from .hf_adapters import export_adapters
     from .hf_generation import Generations, generate
     from .hf_hub import from_pretrained, save_pretrained
     from .hf_trainer import BayesTrainer, BayesTrainerMixin
 
-__all__ = ["BayesTrainer", "BayesTrainerMixin", "Generations", "from_pretrained", "generate", "save_pretrained"]
+__all__ = [
+    "BayesTrainer",
+    "BayesTrainerMixin",
+    "Generations",
+    "export_adapters",
+    "from_pretrained",
+    "generate",
+    "save_pretrained",
+]

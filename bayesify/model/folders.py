@@ -5,7 +5,7 @@ as random weights. So a bayesified model's `save_pretrained`, whichever library 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MethodType
@@ -77,9 +77,14 @@ def plain_state(model: nn.Module, state_dict: dict[str, Any] | None = None) -> d
 
 
 @contextmanager
-def plain_state_dicts(model: nn.Module) -> Iterator[None]:
-    """Let `state_dict()` of a model and of each of its modules be the plain model's at the posterior mean."""
-    means: dict[Posterior, Tensor] = {}  # once, so that tied weights share their memory
+def plain_state_dicts(model: nn.Module, thetas: Mapping[Posterior, Tensor] | None = None) -> Iterator[None]:
+    """Let `state_dict()` of a model and of each of its modules be the plain model's.
+
+    Args:
+        model: A bayesified model, or a part of one.
+        thetas: The weights of some posteriors; the others, and all of them by default, are at their means.
+    """
+    means = dict(thetas or {})  # once, so that tied weights share their memory
 
     def translate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         _translate(module, state_dict, prefix, means)
