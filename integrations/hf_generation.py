@@ -97,7 +97,7 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
     """
     scopes_of(model)
     mixture = model if isinstance(model, Mixture) else None
-    one = mixture.members[0] if mixture else model
+    one: Any = mixture.members[0] if mixture else model
     if not hasattr(one, "generate"):
         raise ValueError(f"{type(one).__name__} cannot generate; use a model with a language head")
     if not is_whole(samples) or samples < 0:
@@ -110,7 +110,8 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
     thetas = PinnedSamples(model, samples, seed)
     with _evaluating(model), torch.no_grad():
         options = {**inputs, "return_dict_in_generate": False}
-        made = [(mixture.member(i) if mixture else model).generate(**options) for i in thetas]
+        members: list[Any] = list(mixture.members) if mixture else [model]
+        made = [members[i % len(members)].generate(**options) for i in thetas]
         task = Scoring(plain, inputs, made[0])
         tokens = [task.tokens(sequences) for sequences in made]
         scores = [task.score(model, thetas, s, t) for s, t in zip(made, tokens, strict=True)]
