@@ -1,17 +1,12 @@
 """The code in the documents runs, and the package is what it says."""
 
-import copy
 import re
 import subprocess
 import sys
 import tomllib
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify
 
@@ -41,64 +36,6 @@ PUBLIC = [
     "components",
     "diagnostics",
 ]
-
-
-def blocks(document):
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
-
-
-@pytest.fixture
-def names():
-    """Return what the README's snippets take for granted."""
-    torch.manual_seed(0)
-    x = torch.randn(192, 64)
-    y = (x[:, :10] + 0.3 * torch.randn(192, 10)).argmax(1)
-    train, test = (DataLoader(TensorDataset(x[rows], y[rows]), 32) for rows in (slice(96), slice(96, None)))
-    space = {
-        "train_loader": train,
-        "test_loader": test,
-        "validation_loader": test,
-        "other_data": torch.randn(9, 64),
-    }
-    exec("from bayesify import *", space)
-    return space
-
-
-def test_first_screen_of_the_readme(names):
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert any("bayesify(" in line for line in lines[:10])
-    loop = blocks("README.md")[1]
-    assert len([line for line in loop.splitlines() if line.strip()]) <= 15
-    exec(loop, names)
-    assert names["out"].scores["error"] < 0.9
-    assert names["out"].mutual_information.shape == (96,)
-
-
-def test_the_other_snippets_of_the_readme(names, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    _, loop, three_lines, modes, several, measure, keep, integrations = blocks("README.md")
-    body = nn.Sequential(nn.Linear(64, 8), nn.ReLU())
-    exec(three_lines, {**names, "trained_model": nn.Sequential(OrderedDict(body=body, head=nn.Linear(8, 10)))})
-    exec(loop, names)
-    names["validation"] = names["out"]
-    names["other_model"] = copy.deepcopy(names["model"])
-    for snippet in (modes, several, measure):
-        exec(snippet, names)
-    assert (tmp_path / "report.html").stat().st_size > 10_000
-    names["plain_model"] = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
-    exec(keep, names)
-    assert [n for n, _ in names["model"].named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    exec(integrations, names)
-
-
-def test_the_method_of_the_contributing_guide():
-    space = {}
-    exec(blocks("CONTRIBUTING.md")[0], space)
-    model = bayesify.bayesify(nn.Linear(3, 2), "uniform", width=0.5, prior_sig=0.1)
-    before = model.weight
-    assert (before - model.parametrizations.weight.original).abs().max() <= 0.5
-    (model(torch.ones(1, 3)).sum() + bayesify.penalty(model, 10)).backward()
-    assert model.parametrizations.weight.original.grad is not None
 
 
 def test_public_names():

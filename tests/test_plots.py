@@ -15,6 +15,7 @@ import bayesify.quality.plots
 import bayesify.quality.report
 from bayesify import bayesify as make_bayesian
 from bayesify import metrics, plots, predict
+from bayesify.prediction.predictive import Predictive
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -97,6 +98,21 @@ def test_reliability_pair_shows_before_and_after():
     assert (left.get_title(), right.get_title()) == ("Before: T = 1", f"After: T = {float(FITTED):.3f}")
     assert f"NLL {FITTED.nll_before:.4f}" in texts(left)[-1]
     assert f"NLL {FITTED.nll:.4f}" in texts(right)[-1]
+
+
+def test_before_and_after_show_calibration_and_confidence_in_what_was_never_seen():
+    before, after = (Predictive.from_logits(LOGITS / t, LABELS) for t in (1, 2))
+    strange = [Predictive.from_logits(torch.randn(50, LOGITS.shape[-1]) / t) for t in (1, 2)]
+    figure = plots.before_after(before, after, ood=tuple(strange), names=("A", "B"))
+    for i, (out, ood) in enumerate(zip((before, after), strange, strict=True)):
+        reliability, histogram = figure.axes[i], figure.axes[2 + i]
+        assert (reliability.get_title(), histogram.get_xlabel()) == ("AB"[i], "Confidence")
+        assert f"NLL {out.scores['nll']:.4f}" in texts(reliability)[-1]
+        auroc = metrics.auroc(-out.confidence, -ood.confidence)
+        assert texts(histogram) == [f"AUROC {auroc:.4f}\n{ood.confidence.mean():.1%} sure of the unknown"]
+    assert len(plots.before_after(before, after).axes) == 2
+    with pytest.raises(ValueError, match="a prediction has none; predict batches of"):
+        plots.before_after(before, strange[0])
 
 
 def test_temperature_curve_marks_one_and_the_optimum():

@@ -92,7 +92,7 @@ class MultilabelPredictive:
         return shown(repr(self), columns, self.entropy.flatten())
 
     def __repr__(self) -> str:
-        what = f"{self.num_samples} samples" if self.num_samples else "posterior mean"
+        what = f"{self.num_samples} samples" if self.num_samples else "one model"
         try:
             scores = "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
         except ValueError:

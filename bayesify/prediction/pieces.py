@@ -27,7 +27,7 @@ def one_of(index: Any, count: int) -> Any:
 
 def said(num_samples: int, closed_form: bool) -> str:
     """Say what a prediction is the average over."""
-    return f"{num_samples} samples" if num_samples else "closed form" if closed_form else "posterior mean"
+    return f"{num_samples} samples" if num_samples else "closed form" if closed_form else "one model"
 
 
 def in_full(output: Tensor) -> Tensor:

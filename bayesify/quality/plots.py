@@ -8,12 +8,13 @@ matplotlib is imported when a picture is drawn, and its global state (pyplot, rc
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from bayesify.quality import metrics
 from bayesify.quality.arrays import Array, to_scores
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "calibration_curve", "regression_band", "reliability_diagram", "reliability_pair", "report", "risk_coverage",
+    "before_after", "calibration_curve", "regression_band", "reliability_diagram", "reliability_pair", "report", "risk_coverage",
     "temperature_curve", "uncertainty_histogram",
 ]  # fmt: skip
 
@@ -266,21 +267,76 @@ def uncertainty_histogram(
     scores = to_scores(in_dist, "in_dist"), to_scores(out_dist, "out_dist")
     ax = ax or new_axes(height=2.5)
     both = torch.cat(scores)
-    limits = both.min().item(), both.max().item()
+    _histograms(ax, scores, names, bins, (both.min().item(), both.max().item()))
+    ax.set_xlabel(f"{quantity} (nats)", fontsize=FONT)
+    box(ax, f"AUROC {metrics.auroc(*scores):.4f}\nFPR95 {metrics.fpr95(*scores):.4f}", right=True)
+    finish(ax, title, PAD_ABOVE_LEGEND)
+    return figure_of(ax)
+
+
+def before_after(
+    before: Any,
+    after: Any,
+    *,
+    ood: tuple[Any, Any] | None = None,
+    names: tuple[str, str] = ("Before", "After"),
+    bins: int = 15,
+) -> Figure:
+    """Draw two predictions of the same data side by side: reliability, and how sure each is of what it never saw.
+
+    Args:
+        before: What `predict` returned for labelled data, by one model.
+        after: The same by another, or by the same one after `bayesify`.
+        ood: What both return for out-of-distribution data; below the reliabilities, the confidences in and out of the
+            distribution, with the AUROC of 1 - confidence.
+        names: What the two are.
+        bins: The number of bins of each reliability diagram.
+
+    Returns:
+        The figure, two columns wide.
+
+    Raises:
+        ValueError: A prediction has no labels.
+
+    Example:
+        >>> from bayesify.prediction.predictive import Predictive
+        >>> logits, labels = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
+        >>> figure = before_after(Predictive.from_logits(logits, labels), Predictive.from_logits(logits / 2, labels))
+        >>> [axis.get_title() for axis in figure.axes]
+        ['Before', 'After']
+    """
+    flat = [prediction.flat() for prediction in (before, after)]
+    if any(prediction.labels is None for prediction in flat):
+        raise ValueError("before_after needs labels, and a prediction has none; predict batches of (inputs, labels)")
+    heights = [3.3] if ood is None else [3.3, 2.2]
+    figure = new_figure(2 * WIDTH, sum(heights))
+    axes = figure.subplots(len(heights), 2, height_ratios=heights, squeeze=False)
+    for ax, prediction, name in zip(axes[0], flat, names, strict=True):
+        reliability_diagram(prediction.probs, prediction.labels, bins=bins, ax=ax, title=name)
+    for ax, inside, outside in zip(axes[-1], flat, ood or (), strict=False):
+        sure = inside.confidence.double(), outside.flat().confidence.double()
+        _histograms(ax, sure, ("In-distribution", "Out-of-distribution"), 2 * bins, (0.0, 1.0))
+        ax.set_xlim(0, 1)
+        ax.set_xlabel("Confidence", fontsize=FONT)
+        box(ax, f"AUROC {metrics.auroc(1 - sure[0], 1 - sure[1]):.4f}\n{float(sure[1].mean()):.1%} sure of the unknown")
+        finish(ax, None)
+    return figure
+
+
+def _histograms(
+    ax: Axes, values: Sequence[Tensor], names: tuple[str, str], bins: int, limits: tuple[float, float]
+) -> None:
+    """Draw two histograms over each other, told apart without colours."""
     looks: tuple[dict[str, Any], ...] = (
         {"histtype": "stepfilled", "facecolor": LIGHT, "edgecolor": DARK},
         {"histtype": "stepfilled", "facecolor": "none", "edgecolor": ACCENT, "hatch": "////"},
     )
-    for values, name, look in zip(scores, names, looks, strict=True):
-        weights = torch.full_like(values, 1 / len(values))
-        ax.hist(values.numpy(), bins=bins, range=limits, weights=weights.numpy(), linewidth=1.0, label=name, **look)
-    ax.set_xlabel(f"{quantity} (nats)", fontsize=FONT)
+    for each, name, look in zip(values, names, looks, strict=True):
+        weights = torch.full_like(each, 1 / len(each))
+        ax.hist(each.numpy(), bins=bins, range=limits, weights=weights.numpy(), linewidth=1.0, label=name, **look)
     ax.set_ylabel("Fraction of examples", fontsize=FONT)
     ax.set_ylim(top=1.3 * ax.get_ylim()[1])
     legend_above(ax, 2)
-    box(ax, f"AUROC {metrics.auroc(*scores):.4f}\nFPR95 {metrics.fpr95(*scores):.4f}", right=True)
-    finish(ax, title, PAD_ABOVE_LEGEND)
-    return figure_of(ax)
 
 
 def report(

@@ -2,18 +2,33 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
+EVIDENCE = ROOT / "docs" / "results" / "evidence"
+COSTS = {"mlp, batch 128": "MLP", "vit_b_32, batch 8": "ViT-B/32", "resnet50, batch 8": "ResNet-50"}
+METHODS = {  # by the evidence's row: what a weight is, and how the method is used
+    "la_last_kron": ("Gaussian by the curvature, in the last layer", "the three lines; one pass at prediction"),
+    "vi": ("`m + eps * s`, both trained", "the default of a training"),
+    "ivon": ("`m + eps * s`, `s` by the optimizer", "`IVON(model, lr, num_data=N)` is the optimizer"),
+    "mc_dropout": ("trained, or with probability p the prior mean", 'as `"vi"`'),
+    "sgld": ("Gaussian of a Langevin chain", "`SGLD(model, lr, num_data=N)` is the optimizer"),
+    "swag": ("Gaussian of the optimizer's iterates", "train on at a constant rate"),
+    "la": ("Gaussian by the curvature", "`fit_laplace(model, loader)` after training"),
+    "vanilla": ("the trained value", "the baseline, and members of `mix`"),
+}
+NAMES = {"la_last_kron": '`"la"`, last layer'}
+KINDS = {"la_last_kron": "closed"}
 
 
 def with_table(readme, results):
-    """Return the README with its table of training steps."""
-    marks = r"(<!-- benchmark -->\n).*?(<!-- /benchmark -->)"
-    return re.sub(marks, lambda m: m[1] + training(results) + m[2], readme, flags=re.DOTALL)
+    """Return the README with its table of methods."""
+    marks = r"(<!-- methods -->\n).*?(<!-- /methods -->)"
+    return re.sub(marks, lambda m: m[1] + methods(results, evidence()) + m[2], readme, flags=re.DOTALL)
 
 
 def split(results, group):
@@ -26,29 +41,48 @@ def split(results, group):
     return out
 
 
-def training(results):
-    """Return the README's part: the training step of each method over plain SGD."""
-    steps, memory = split(results, "training step"), split(results, "peak memory")
-    works = list(steps)
-    methods = list(dict.fromkeys(m for row in steps.values() for m in row))
-    lines = [
-        "One training step over a step of plain SGD with momentum, same model and batch, measured side by side "
-        f"(best of several; {results['machine']}; {results['date']}):",
-        "",
-        "| | " + " | ".join(works) + " |",
-        "|---" * (len(works) + 1) + "|",
-    ]
-    for method in methods:
-        cells = [f"{steps[w][method]['wall']:.2f}" if method in steps[w] else "" for w in works]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    evaluation = split(results, "evaluation over a plain pass")
-    if evaluation:
-        cells = [f"{evaluation[w]['eval']['wall']:.2f}" if w in evaluation else "" for w in works]
-        lines.append("| evaluation at the posterior mean, over a plain pass | " + " | ".join(cells) + " |")
-    if memory:
-        cells = [", ".join(f"{k} {v['gigabytes']:.1f}" for k, v in memory.get(w, {}).items()) for w in works]
-        lines.append("| peak memory, GB | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n\n[docs/benchmarks.md](docs/benchmarks.md) has the rest.\n"
+def methods(results, found):
+    """Return the README's table: what each method is, what a training step costs and what it brought."""
+    steps = split(results, "training step")
+    works = [work for work in COSTS if work in steps]
+    tasks = sorted({task for row in found.values() for task in row})
+    columns = [*(f"step, {COSTS[work]}" for work in works), *([f"NLL, {len(tasks)} tasks"] if tasks else [])]
+    lines = ["| method | a weight is | use | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for row, (words, use) in METHODS.items():
+        cells = [f"{steps[w][row]['wall']:.2f}" if row in steps[w] else "" for w in works]
+        if tasks:
+            apart = found.get(row, {}).values()
+            cells.append(f"{statistics.mean(apart):+.3f}" if len(apart) == len(tasks) else "")
+        lines.append(
+            f"| {NAMES.get(row, f'`{row!r}`'.replace(chr(39), chr(34)))} | {words} | {use} | "
+            + " | ".join(cells)
+            + " |"
+        )
+    cost = f"A step is over one of plain SGD with momentum, side by side ({results['machine']}; {results['date']})."
+    if not tasks:
+        return "\n".join([*lines, "", cost, ""])
+    quality = (
+        f"NLL is that of test data at the defaults minus that of plain training with temperature scaling, the mean of "
+        f"{', '.join(tasks)} ([evidence](docs/evidence.md)): below zero is better."
+    )
+    return "\n".join([*lines, "", f"{cost} {quality}", ""])
+
+
+def evidence():
+    """Return by row and task the NLL minus that of plain training with temperature, the mean over the same seeds."""
+    out = {}
+    for folder in sorted(path for path in EVIDENCE.glob("*") if path.is_dir()):
+        scores = {path.stem: json.loads(path.read_text())["predictions"] for path in sorted(folder.glob("*.json"))}
+        plain = {
+            name.rpartition("-")[2]: s["temperature"]["nll"] for name, s in scores.items() if name.startswith("plain-")
+        }
+        for row in METHODS:
+            kind = KINDS.get(row, "samples")
+            seeds = [seed for seed in plain if kind in scores.get(f"{row}-{seed}", {})]
+            if seeds:
+                apart = [scores[f"{row}-{seed}"][kind]["nll"] - plain[seed] for seed in seeds]
+                out.setdefault(row, {})[folder.name] = statistics.mean(apart)
+    return out
 
 
 def page(results):
@@ -97,3 +131,7 @@ def peers():
                 f"| {group} | {library} | {found if isinstance(found, str) else format(found['wall'], '.2f')} |"
             )
     return [*lines, ""]
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(), json.loads(RESULTS.read_text())))

@@ -1,0 +1,101 @@
+"""Run the Python blocks of the site's pages, one after the other, and keep what they print beside them.
+
+    python -m tests.site_pages               # write what was printed into every page
+    python -m tests.site_pages deploy scales
+
+A ```text block that follows a ```python block is its output. The names that a page takes for granted are those of
+"Get started": a network trained on 200 digits, and loaders.
+"""
+
+import contextlib
+import copy
+import io
+import os
+import re
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from bayesify.demo import digits, trained
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {  # by page: the libraries beside the core that its blocks need
+    "get_started": (),
+    "which_method": (),
+    "scales": (),
+    "classification": ("matplotlib",),
+    "lora": ("transformers", "peft"),
+    "abstaining": ("matplotlib",),
+    "active_learning": (),
+    "deploy": ("onnx", "onnxscript", "peft"),
+    "frameworks": ("lightning", "skorch", "transformers", "accelerate"),
+    "add_a_method": (),
+    "how_it_works": (),
+    "gotchas": (),
+}
+BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?", flags=re.DOTALL)
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]?\d+)?")
+
+
+@cache
+def start():
+    """Return a network that was trained on 200 digits, and the digits."""
+    train, validation, test = digits(seed=0)
+    return trained(train, seed=0), train, validation, test
+
+
+def given():
+    """Return what "Get started" made, new for every page."""
+    model, train, validation, test = start()
+    loaders = {"train_loader": train, "validation_loader": validation, "test_loader": test}
+    return {
+        "model": copy.deepcopy(model),
+        **{name: DataLoader(data, 100) for name, data in loaders.items()},
+        "noise": torch.rand(500, 64, generator=torch.Generator().manual_seed(0)),
+    }
+
+
+def run(text):
+    """Run a page's blocks in a folder of their own; yield each with what it printed."""
+    space, home = given(), os.getcwd()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            for block in BLOCK.finditer(text):
+                printed = io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(block["code"], "page", "exec"), space)
+                yield block, printed.getvalue()
+        finally:
+            os.chdir(home)
+
+
+def close(shown, printed, tolerance=0.1):
+    """Tell whether two outputs say the same: equal words, and numbers within the tolerance."""
+    if NUMBER.sub("#", shown).split() != NUMBER.sub("#", printed).split():
+        return False
+    pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True)
+    return all(abs(float(a) - float(b)) <= 0.01 + tolerance * max(abs(float(a)), abs(float(b))) for a, b in pairs)
+
+
+def written(text):
+    """Return a page with what its blocks print now."""
+    parts, end = [], 0
+    for block, printed in run(text):
+        parts.append(text[end : block.start()])
+        keep = block["output"] is not None
+        parts.append(f"```python\n{block['code']}```\n" + (f"\n```text\n{printed.rstrip()}\n```\n" if keep else ""))
+        end = block.end()
+    return "".join(parts) + text[end:]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PAGES:
+        path = DOCS / f"{name}.md"
+        path.write_text(written(path.read_text()))
+        print(path.name)
