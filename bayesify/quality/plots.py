@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "before_after", "calibration_curve", "regression_band", "reliability_diagram", "reliability_pair", "report", "risk_coverage",
-    "temperature_curve", "uncertainty_histogram",
+    "before_after", "calibration_curve", "regression_band", "reliability_diagram", "reliability_pair", "report",
+    "risk_coverage", "temperature_curve", "uncertainty_histogram",
 ]  # fmt: skip
 
 _LINES: tuple[tuple[Any, str, str], ...] = (
