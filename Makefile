@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench bench-full bench-peers evidence reproduce zoo exactness mutants docs clean
+.PHONY: help install demo test lint format bench bench-full bench-against bench-peers evidence reproduce zoo exactness mutants docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ bench: $(STAMP) ## Measure the cost of each method against plain training (minut
 
 bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
 	$(BIN)/python -m pytest tests/benchmarks --full
+
+bench-against: $(STAMP) ## Set another checkout beside this one, in one run: OTHER=../landed (minutes; ARGS=--long)
+	$(BIN)/python -m tests.benchmarks.against $(OTHER) $(ARGS)
 
 bench-peers: ## Set other libraries beside it, in an environment of their own
 	$(PYTHON) tests/benchmarks/peers.py
