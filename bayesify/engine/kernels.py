@@ -222,7 +222,7 @@ def noisy(kind: str, element: Callable[..., None], dtype: Any) -> tuple[Callable
         element: The formula.
         dtype: numpy's type of the formula's arrays.
     """
-    tag = _tag(element)
+    tag = _tag(element) + kind
     make_pair, seen = KINDS[kind]
     pair, held = _inner(make_pair(dtype)), dtype if kind == "normal" else u32
 
@@ -266,7 +266,7 @@ def noisy(kind: str, element: Callable[..., None], dtype: Any) -> tuple[Callable
             if lo < hi:
                 serial(key, seed, bound, start, lo, hi, ins, outs, par)
 
-    return _compile(serial), _compile(several, parallel=True)
+    return _compile(serial, tag, dtype), _compile(several, tag, dtype, parallel=True)
 
 
 @cache
@@ -294,7 +294,7 @@ def plain(element: Callable[..., None], dtype: Any) -> tuple[Callable[..., None]
             if lo < hi:
                 serial(lo, hi, ins, outs, par)
 
-    return _compile(serial), _compile(several, parallel=True)
+    return _compile(serial, tag, dtype), _compile(several, tag, dtype, parallel=True)
 
 
 @cache
@@ -330,7 +330,7 @@ def summed(element: Callable[..., Any], dtype: Any) -> tuple[Callable[..., Any],
             if lo < hi:
                 totals[piece, 0], totals[piece, 1], totals[piece, 2] = serial(lo, hi, ins, par)
 
-    return _compile(serial), _compile(several, parallel=True)
+    return _compile(serial, tag, dtype), _compile(several, tag, dtype, parallel=True)
 
 
 # -- numba -------------------------------------------------------------------------------------------------------------
@@ -344,8 +344,14 @@ def _inner(function: Callable[..., Any], fastmath: frozenset[str] = CONTRACT) ->
     return function
 
 
-def _compile(function: Callable[..., Any], *, parallel: bool = False) -> Callable[..., Any]:
-    """Compile when called first, and keep the machine code on disk where there is a place for it."""
+def _compile(function: Callable[..., Any], tag: str, dtype: Any, *, parallel: bool = False) -> Callable[..., Any]:
+    """Compile when called first, and keep the machine code on disk where there is a place for it.
+
+    Every loop has files of its own: numba numbers the files of one name without a lock, so that processes that start
+    together could read each other's.
+    """
+    own = hashlib.blake2b(f"{tag}{np.dtype(dtype)}".encode(), digest_size=8).hexdigest()
+    function.__qualname__ = f"{function.__qualname__}.{own}"
     jit = partial(numba.njit, nogil=True, parallel=parallel, error_model="numpy")
     try:
         return jit(cache=True)(function)
@@ -358,7 +364,8 @@ def _tag(element: Callable[..., Any]) -> str:
     parts: list[Any] = [_inner(part) for part in (element, *(c.cell_contents for c in element.__closure__ or ()))]
     files = {inspect.getsourcefile(f) for f in (*parts, _tag, elements.exp, noise.mix)} - {None}
     sources = (Path(str(f)).read_bytes() for f in sorted(map(str, files)) if Path(str(f)).exists())
-    return hashlib.blake2b(b"\0".join(sources), digest_size=8).hexdigest() + element.__qualname__
+    names = "".join(getattr(part, "__qualname__", repr(part)) for part in parts)
+    return hashlib.blake2b(b"\0".join(sources), digest_size=8).hexdigest() + names
 
 
 def choose_threads() -> bool:

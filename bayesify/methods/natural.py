@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesify.model.shards import part_of
+
 if TYPE_CHECKING:
     from bayesify.methods.vi import VIPosterior
 
@@ -31,12 +33,18 @@ def natural_gradients(posteriors: Sequence["VIPosterior"]) -> None:
     """Replace the gradients of rho by natural ones, in place, just before an optimizer's step."""
     ready = [p for p in posteriors if p.penalty_scale and not p.flat and p.rho.grad is not None]
     ready = [p for p in ready if p.original.grad is not None]
+    if not ready:
+        return
+    sums = torch.stack([torch.stack(_observed(part_of(p))) for p in ready])
+    if ready[0].layout is not None:
+        sums = ready[0].layout.summed(sums)
+    for posterior, (cost, power) in zip(ready, sums, strict=True):
+        posterior.cost.lerp_(cost.to(posterior.cost.dtype), MEMORY)
+        posterior.power.lerp_(power.to(posterior.power.dtype), MEMORY)
+    total = sum(float(p.power) for p in ready)
+    scale = max(sum(float(p.cost) for p in ready), 0.0) / total if total > 0 else 0.0
     for posterior in ready:
-        _observe(posterior)
-    power = sum(float(p.power) for p in ready)
-    scale = max(sum(float(p.cost) for p in ready), 0.0) / power if power > 0 else 0.0
-    for posterior in ready:
-        _replace(posterior, scale)
+        _replace(part_of(posterior), scale)
 
 
 class Terms(NamedTuple):
@@ -66,15 +74,14 @@ def _terms(posterior: "VIPosterior") -> Terms:
     )
 
 
-def _observe(posterior: "VIPosterior") -> None:
-    """Add this step to the running means of the noise's cost, sum g eps s, and of its power, sum (g s)^2."""
+def _observed(posterior: "VIPosterior") -> tuple[Tensor, Tensor]:
+    """Return this step's cost of the noise, sum g eps s, and its power, sum (g s)^2."""
     terms, grad = _terms(posterior), posterior.rho.grad
     assert grad is not None
     cost = terms.unit.mul_(grad).sub_(terms.prior, alpha=posterior.penalty_scale)
     if posterior.fixed_row is not None:
         cost[posterior.fixed_row], terms.square[posterior.fixed_row] = 0, 0
-    for kept, value in ((posterior.cost, cost), (posterior.power, terms.square)):
-        kept.lerp_(value.sum(dtype=kept.dtype), MEMORY)
+    return cost.sum(dtype=posterior.cost.dtype), terms.square.sum(dtype=posterior.power.dtype)
 
 
 def _replace(posterior: "VIPosterior", scale: float) -> None:

@@ -17,6 +17,7 @@ from bayesify.engine.noise import name_key
 from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
+from bayesify.model.shards import on_shard
 from bayesify.model.wrapping import named_posteriors
 from bayesify.prediction.statistics import STALE
 
@@ -121,7 +122,8 @@ class SWAG(Tempered):
                 posterior.steps += 1
                 since = posterior.steps - self.first
                 if self.period and since > 0 and since % self.period == 0:
-                    posterior.collect()
+                    with on_shard(posterior) as part:
+                        part.collect()
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before the second iterate; a parameter that nobody has moved since stays a point."""
@@ -210,7 +212,7 @@ class SWAGPosterior(MomentsPosterior):
         if not self.ready:
             return torch.zeros(self.shape, dtype=stream.dtype, device=stream.device)
         own, shared = self.deviations()
-        eps2 = stream._replace(key=SHARED, shape=torch.Size([len(shared)]), dtype=shared.dtype).normal()
+        eps2 = stream._replace(key=SHARED, shape=torch.Size([len(shared)]), dtype=shared.dtype, start=0).normal()
         together: Tensor = torch.tensordot(eps2, shared, 1)
         return own * stream.normal() + together
 
@@ -297,4 +299,5 @@ def collect(model: nn.Module) -> None:
             f"{type(model).__name__} has no posterior of method 'swag'; call bayesify(model, 'swag') first"
         )
     for posterior in found:
-        posterior.collect()
+        with on_shard(posterior) as part:
+            part.collect()

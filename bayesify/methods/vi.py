@@ -222,6 +222,7 @@ class VIPosterior(Posterior):
     power: Tensor
 
     settings = (*Posterior.settings, "link")
+    drawn_with = ()
 
     def __init__(
         self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, link: str, init_sig: float

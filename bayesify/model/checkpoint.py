@@ -30,6 +30,7 @@ from bayesify.model.mixture import Mixture, mixture_in, shared_copy
 from bayesify.model.posteriors import Posterior, Prior
 from bayesify.model.scopes import Scope
 from bayesify.model.selection import candidates, plain_tensors
+from bayesify.model.shards import copy_whole, follow, is_sharded, rest, whole
 from bayesify.model.stored import CENTER
 from bayesify.model.wrapping import check_module, check_wrappable, not_bayesian, wrap
 
@@ -47,7 +48,8 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
     """Save a bayesified model into a folder, which is made if it does not exist.
 
     Args:
-        model: A bayesified model, or a module that contains exactly one.
+        model: A bayesified model, or a module that contains exactly one. A sharded one (FSDP2) is gathered, so that all
+            processes have to call; rank 0 writes.
         dir: The folder; gets `posterior.safetensors` and `model.safetensors`.
 
     Raises:
@@ -62,7 +64,8 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
     """
     members = members_of(model)
     means = mean_tensors(*next(iter(members.values()))), {"format": "pt"}
-    fileformat.write(Path(dir), {POSTERIOR_FILE: contents(members), MEAN_FILE: means})
+    files = {POSTERIOR_FILE: contents(members), MEAN_FILE: means}
+    fileformat.write(Path(dir), files, by_one=_are_sharded(members))
 
 
 def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: bool = True) -> None:  # noqa: A002
@@ -74,7 +77,13 @@ def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: b
         frozen: Whether to keep parameters that are neither Bayesian nor trained, and buffers. Without them `load`
             takes those of the model that it is given, such as the base model under an adapter.
     """
-    fileformat.write(Path(dir), {POSTERIOR_FILE: contents(members_of(model), frozen=frozen)})
+    members = members_of(model)
+    files = {POSTERIOR_FILE: contents(members, frozen=frozen)}
+    fileformat.write(Path(dir), files, by_one=_are_sharded(members))
+
+
+def _are_sharded(members: Mapping[str, tuple[nn.Module, Scope]]) -> bool:
+    return any(p.layout is not None for _, scope in members.values() for p in scope.posteriors)
 
 
 def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
@@ -156,10 +165,10 @@ class Ready(NamedTuple):
             scope.method = file.method
         with torch.no_grad():
             for posterior in scope.posteriors:
-                posterior.original.copy_(file.tensors[MEAN, posterior.name])
+                copy_whole(posterior.original, file.tensors[MEAN, posterior.name])
                 posterior.load_state(file.state(posterior.name))
             for name, tensor in self.rest.items():
-                tensor.copy_(file.tensors[REST, name])
+                copy_whole(tensor, file.tensors[REST, name])
 
 
 def _checked(path: Path, file: "File", model: nn.Module) -> Ready:
@@ -167,6 +176,8 @@ def _checked(path: Path, file: "File", model: nn.Module) -> Ready:
     if not any(isinstance(m, Posterior) for m in model.modules()):
         check_wrappable(model)
         params: dict[str, Tensor] = {c.name: c.param for c in candidates(model) if c.name in file.priors}
+        if cut := [name for name, param in params.items() if is_sharded(param)]:
+            raise CheckpointError(f"{cut[0]!r} is sharded over devices; load first, then fully_shard")
         return Ready(file, model, *fitting(path, file, model, params), None)
     root, scope = root_of(model)
     if scope.method.name != file.method.name:
@@ -197,6 +208,8 @@ class File(NamedTuple):
         """
         about, state = self.priors[name], self.state(name)
         row, results = about["fixed_row"], about["results"]
+        if is_sharded(param):
+            param = self.tensors[MEAN, name].to(param.dtype)
         if row is not None and not 0 <= row < len(param):
             raise ValueError(f"fixed_row {row} of {len(param)}")
         if CENTER not in state:
@@ -221,6 +234,8 @@ def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
     if len(roots) > 1:
         raise ValueError(f"{len(roots)} parts of the model were bayesified on their own; save and load each by itself")
     scope: Any = roots[0]._bayesify_scope
+    rest(model)
+    follow(scope.posteriors)
     if why := replaced(scope, roots[0].modules()):
         raise ValueError(why)
     return roots[0], scope
@@ -241,14 +256,14 @@ def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
     for posterior in scope.posteriors:
         out[f"{MEAN}:{posterior.name}"] = posterior.original
         out.update({f"{attribute}:{posterior.name}": t for attribute, t in posterior.state().items()})
-    return out
+    return {key: t if not is_sharded(t) else whole(t).requires_grad_(t.requires_grad) for key, t in out.items()}
 
 
 def mean_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
     """Return the posterior mean and all the rest under plain names, tied weights once."""
     means = {id(p.original): p for p in scope.posteriors}
     return {
-        means[id(t)].name if id(t) in means else name: means[id(t)].mean if id(t) in means else t
+        means[id(t)].name if id(t) in means else name: whole(means[id(t)].mean if id(t) in means else t)
         for name, t in plain_tensors(root)
     }
 

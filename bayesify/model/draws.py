@@ -53,8 +53,8 @@ class Draw:
         kept = self.kept.get(posterior)
         if kept is None:
             with torch.no_grad():
-                kept = posterior.calibrated(original, posterior.draw(original, self.seed))
-            if self.keep:
+                kept = posterior.drawn(original, self.seed)
+            if self.keep and posterior.layout is None:  # a sharded model is one that does not fit into the memory
                 self.kept[posterior] = kept
         return kept, None
 

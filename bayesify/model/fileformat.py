@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bayesify.model import ranks
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -50,13 +52,34 @@ def damaged(path: Path, reason: object) -> CheckpointError:
     return CheckpointError(f"{path} is damaged ({reason}); save the model again, or use another copy")
 
 
-def write(folder: Path, files: Mapping[str, Content]) -> None:
+def write(folder: Path, files: Mapping[str, Content], *, by_one: bool = False) -> None:
     """Replace some files of a folder, all or none; concurrent writes come one after the other.
 
     Args:
         folder: Is made if it does not exist.
         files: Tensors and metadata by file name. Metadata of our own format gets a checksum.
+        by_one: Whether rank 0 writes for all processes of a group, while the others wait.
+
+    Raises:
+        CheckpointError: Rank 0 could not write, and this process is another.
     """
+    if not by_one:
+        _write(folder, files)
+        return
+    failure: Exception | None = None
+    if torch.distributed.get_rank() == 0:
+        try:
+            _write(folder, files)
+        except Exception as error:  # the others must not wait for ever
+            failure = error
+    told = ranks.gathered(None if failure is None else repr(failure))[0]
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"rank 0 could not write to {folder} ({told}); see its own error")
+
+
+def _write(folder: Path, files: Mapping[str, Content]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
     temporaries: dict[str, Path] = {}

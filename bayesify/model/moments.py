@@ -31,6 +31,7 @@ class MomentsPosterior(Posterior):
     """
 
     stochastic = False
+    draws_on_shards = True
     moments: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.engine import noise as noises
+from bayesify.model import shards
 from bayesify.model.quadratics import Center, wide
 from bayesify.model.quadratics import state_dtype as state_dtype
-from bayesify.model.stored import LOW_PRECISION, Stored
+from bayesify.model.stored import CENTER, LOW_PRECISION, Stored
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class Posterior(Stored):
     penalty_scale: float = 0.0
     """The factor of the energy in the last penalty."""
 
+    drawn_with: ClassVar[tuple[str, ...]] = (CENTER,)
+    """The kept tensors that a draw needs beside the mean and `learnable()`."""
+    draws_on_shards: bool = False
+    """Whether all processes draw the same theta at all times, so that each can draw the part that it holds."""
+
+    layout: shards.Layout | None = None
+    """Which rows this process holds of a sharded posterior; None where it is whole."""
+    start: int = 0
+    """The place of the first element, in the stand-in for a part."""
+
     prior_center: Tensor
 
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool = False, fixed_row: int | None = None) -> None:
@@ -82,6 +93,7 @@ class Posterior(Stored):
         self.reader: Reader | None = None
         # A tuple hides the owner from nn.Module, which would register it as a child.
         self._home: tuple[nn.Module, str] | None = None
+        self._shards: dict[str, Any] = {}
 
     def attach(self, name: str, home: nn.Module, attribute: str, reader: Reader) -> None:
         """Tell the posterior its plain name, where its mean is kept and who decides its reads."""
@@ -105,11 +117,15 @@ class Posterior(Stored):
     @property
     def mean(self) -> Tensor:
         """The posterior mean."""
+        if self.layout is not None:
+            return self.layout.joined(shards.part_of(self).mean)
         return self.mean_theta(self.original.detach())
 
     @property
     def std(self) -> Tensor:
         """The posterior standard deviation, with the factor that `calibrate` found."""
+        if self.layout is not None:
+            return self.layout.joined(shards.part_of(self).std)
         return self.own_std if self.calibration == 1 else self.own_std * self.calibration
 
     @property
@@ -147,11 +163,12 @@ class Posterior(Stored):
         with torch.no_grad():
             for name, tensor in state.items():
                 if name in self._parameters:
-                    getattr(self, name).copy_(tensor)
+                    shards.copy_whole(getattr(self, name), tensor)
                 else:
                     setattr(self, name, tensor.to(self.original.device).clone())
             self.prior_center = self.prior_center.to(self.original.dtype)
         self._look_at_center()
+        shards.follow([self])
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -164,8 +181,12 @@ class Posterior(Stored):
 
     def configure_like(self, other: "Posterior") -> None:
         """Take over the settings of another posterior of the same parameter, but none of its tensors."""
-        own = {"reader", "name", "key", "training", *self.kept}
+        own = {"reader", "name", "key", "training", "layout", "start", *self.kept}
         self.__dict__.update({k: v for k, v in vars(other).items() if not k.startswith("_") and k not in own})
+
+    def like_mean(self) -> tuple[str, ...]:
+        """Return the names of the kept tensors with an element for each of the parameter's, which are cut like it."""
+        return self.kept
 
     def check_ready(self) -> None:
         """Raise if the posterior cannot be sampled yet."""
@@ -190,6 +211,12 @@ class Posterior(Stored):
         """Return core + f (theta - core), with the factor f that `calibrate` found."""
         return theta if self.calibration == 1 else torch.lerp(self.core(mean).to(theta.dtype), theta, self.calibration)
 
+    def drawn(self, mean: Tensor, seed: int) -> Tensor:
+        """Return theta of a draw as a forward reads it: calibrated, and whole."""
+        if self.layout is not None:
+            return shards.drawn(self, mean, seed)
+        return self.calibrated(mean, self.draw(mean, seed))
+
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return `scale` times the penalty's sum, a differentiable 0-dim tensor, float64 on a CPU."""
         raise NotImplementedError
@@ -205,7 +232,8 @@ class Posterior(Stored):
 
     def stream(self, seed: int) -> noises.Stream:
         """Return where the noise of a draw comes from."""
-        return noises.Stream(seed, self.key, self.shape, state_dtype(self.original), self.original.device)
+        dtype, device = state_dtype(self.original), self.original.device
+        return noises.Stream(seed, self.key, self.shape, dtype, device, self.start)
 
     def noise_of(self, seed: int) -> Tensor:
         """Return the noise of a draw; a fixed row (an embedding's padding) holds `neutral_noise`."""
@@ -226,6 +254,16 @@ class Posterior(Stored):
             coef: The 0-dim gradient with respect to the energy, or None.
         """
         return autograd_pullback(self, mean, seed, grad, coef, create_graph=False)
+
+    def calibrated_pullback(
+        self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Pull back through core + f (theta - core): (1 - f) of it through the core, which moves as the mean."""
+        f = self.calibration
+        if f == 1 or grad is None or not self.stochastic:
+            return self.pullback(mean, seed, grad, coef)
+        first, *others = self.pullback(mean, seed, grad * f, coef)
+        return (grad * (1 - f) if first is None else first.add(grad, alpha=1 - f), *others)
 
 
 def autograd_pullback(
@@ -273,7 +311,7 @@ class Sampled(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.posterior, ctx.seed, ctx.tensors = posterior, seed, tensors
         ctx.versions = [t._version for t in tensors]
-        value = posterior.calibrated(tensors[0], posterior.draw(tensors[0], seed)) if value is None else value.detach()
+        value = posterior.drawn(tensors[0], seed) if value is None else value.detach()
         return value, value.new_zeros((), dtype=wide(value))
 
     @staticmethod
@@ -286,23 +324,14 @@ class Sampled(torch.autograd.Function):
                 f"the posterior of {posterior.name!r} was modified between the forward pass and its backward pass; "
                 "call optimizer.step() (or load) only after backward()"
             )
+        if posterior.layout is not None and grad is not None:
+            return (None, None, None, *shards.pulled(posterior, mean, ctx.seed, grad))
         with holding(posterior, ctx.tensors[1:]):
             if torch.is_grad_enabled():
                 grads = autograd_pullback(posterior, mean, ctx.seed, grad, coef, create_graph=True)
             else:
-                grads = _calibrated_pullback(posterior, mean, ctx.seed, grad, coef)
+                grads = posterior.calibrated_pullback(mean, ctx.seed, grad, coef)
         return (None, None, None, *grads)
-
-
-def _calibrated_pullback(
-    posterior: Posterior, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Pull a gradient back through core + f (theta - core): (1 - f) of it through the core, which moves as the mean."""
-    f = posterior.calibration
-    if f == 1 or grad is None or not posterior.stochastic:
-        return posterior.pullback(mean, seed, grad, coef)
-    first, *others = posterior.pullback(mean, seed, grad * f, coef)
-    return (grad * (1 - f) if first is None else first.add(grad, alpha=1 - f), *others)
 
 
 @contextmanager

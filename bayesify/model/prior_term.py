@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from bayesify.engine.fusion import transformed
 from bayesify.model.posteriors import Posterior, autograd_pullback, holding
 from bayesify.model.quadratics import wide
-from bayesify.model.wrapping import check_num_data, is_sharded, scopes_of
+from bayesify.model.shards import Layout, part, part_of
+from bayesify.model.wrapping import check_num_data, scopes_of
 
 
 def penalty(model: nn.Module, num_data: float) -> Tensor:
@@ -39,28 +40,40 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
     by_hand = not transformed()
     terms: list[Term] = []
     tensors: list[tuple[Tensor, ...]] = []
+    sharded: dict[Layout, Tensor] = {}
     for scope in scopes:
         if torch.is_grad_enabled():
             scope.warn_in_eval()
         scale = scope.method.scale(num_data)
         for posterior in scope.posteriors:
-            handle = scope.take_handle(posterior)
-            if is_sharded(posterior.original):
-                raise RuntimeError(
-                    f"{posterior.name!r} is sharded now; call penalty after the forward pass and before the backward "
-                    "pass, with fully_shard(..., reshard_after_forward=False)"
-                )
+            layout, own = posterior.layout, part_of(posterior)
+            handle = scope.take_handle(posterior) if layout is None else None
             posterior.penalty_scale = scale
             if posterior in inside and not posterior.flat:
                 with torch.set_grad_enabled(torch.is_grad_enabled() and not by_hand):
-                    total = total + posterior.energy(posterior.original, scale).to(total)
+                    energy = own.energy(own.original, scale).to(total)
+                if layout is None:
+                    total = total + energy
+                else:
+                    key = layout._replace(shape=torch.Size(), first=0, rows=0)
+                    sharded[key] = sharded.get(key, torch.zeros_like(total)) + energy
                 terms.append(Term(posterior, scale, handle is not None))
-                tensors.append((posterior.original, *posterior.learnable()) if handle is None else (handle,))
+                tensors.append(_tensors(posterior) if handle is None else (handle,))
+    for layout, sums in sharded.items():
+        total = total + layout.summed(sums)
     value = total.to(torch.promote_types(first.dtype, torch.float32))
     if not by_hand:
         return value  # torch.func, forward mode and compilers differentiate the operations themselves
     result: Tensor = Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
     return result
+
+
+def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
+    """Return what a posterior's energy is a function of; its parts where it is sharded, be it whole now or not."""
+    if posterior.layout is None:
+        return (posterior.original, *posterior.learnable())
+    names = {id(p): name for name, p in posterior._parameters.items()}
+    return tuple(posterior._shards[n] for n in ("original", *(names[id(p)] for p in posterior.learnable())))
 
 
 class Term(NamedTuple):
@@ -98,6 +111,10 @@ class Penalty(torch.autograd.Function):
                     f"the posterior of {posterior.name!r} was modified between penalty and its backward pass; call "
                     "optimizer.step() (or load) only after backward()"
                 )
+            if posterior.layout is not None:
+                found = part_of(posterior).pullback(part(mean), 0, None, coef)
+                out += [None if g is None else posterior.layout.joined(g) for g in found]
+                continue
             with holding(posterior, tuple(learned)):
                 if torch.is_grad_enabled():
                     out += autograd_pullback(posterior, mean, 0, None, coef, create_graph=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bayesify.model.posteriors import Posterior
+from bayesify.model.shards import is_sharded, shards_itself
 
 CALLS = 8  # with different inputs that a module remembers: those of one forward
 PATIENCE = 3 * CALLS  # calls in vain, after which a module is taken to lie behind the draws
@@ -232,7 +233,7 @@ def _places(model: nn.Module, memory: Memory) -> dict[nn.Module, Replacement]:
 def _is_foreign(module: nn.Module) -> bool:
     """Tell whether a module is compiled or sharded, or has a replaced forward already."""
     compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-    sharded = any(hasattr(p, "device_mesh") for p in module._parameters.values() if p is not None)
+    sharded = shards_itself(module) or any(is_sharded(p) for p in module._parameters.values() if p is not None)
     return compiled or sharded or isinstance(module.__dict__.get("forward"), Replacement)
 
 

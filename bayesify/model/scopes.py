@@ -24,9 +24,11 @@ from bayesify.model.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode
 from bayesify.model.method import Method
 from bayesify.model.modes import block_of, own_block
 from bayesify.model.posteriors import Posterior, Sampled
+from bayesify.model.remade import Remaking
 from bayesify.model.replay import Past, Record, node_count
 from bayesify.model.replicas import agree
 from bayesify.model.seeds import shared_seed, training_seed
+from bayesify.model.shards import check_whole, follow_at_work, mean_of, shards_itself
 
 
 class Site(NamedTuple):
@@ -47,6 +49,7 @@ class Frame:
         self.recomputes = recomputes
         self.stack: list[nn.Module] = []
         self.thetas: dict[Posterior, Tensor] = {}
+        self.remaking: Remaking | None = None
 
     def runs(self) -> bool:
         """Tell whether the forward still runs: its Python frame is on the stack.
@@ -89,6 +92,7 @@ class Scope:
         self.steps = 0
         self.step_seed: int | None = None
         self.replica_of: weakref.ref[nn.Module] | None = None
+        self.sharded = False
         self.warned = not any(not p.flat for p in posteriors)
         self.told: set[str] = set()
         self.tree: lost.Tree | None = None
@@ -109,6 +113,7 @@ class Scope:
         copied.sites = copy.deepcopy(self.sites, memo)
         copied.caching = copy.deepcopy(self.caching, memo)
         copied.step_seed = copied.replica_of = None
+        copied.sharded = self.sharded
         copied.steps, copied.warned = self.steps, self.warned
         copied.told = set(self.told)
         copied.tree = None
@@ -130,8 +135,12 @@ class Scope:
         """Begin a module's forward; the outermost one decides what is read."""
         frame = self._thread.frame
         if frame is None or not frame.runs():
+            if frame is not None and frame.remaking is not None:
+                frame.remaking.end()
             self._thread.frame = None
             frame = self._thread.frame = self._begin(module, caller)
+            if self.sharded and torch.is_grad_enabled():
+                frame.remaking = Remaking()
         frame.stack.append(module)
 
     def leave(self, module: nn.Module) -> None:
@@ -141,7 +150,14 @@ class Scope:
             return
         while frame.stack.pop() is not module:
             pass
+        if self.sharded and shards_itself(module):
+            inside = set(module.modules())
+            frame.thetas = {p: theta for p, theta in frame.thetas.items() if p not in inside}
+            if frame.remaking is not None:
+                frame.remaking.drop(module)
         if not frame.stack:
+            if frame.remaking is not None:
+                frame.remaking.end()
             self._thread.frame = None
             self._end(module, frame)
 
@@ -152,6 +168,8 @@ class Scope:
             lost.look_for_replaced(self)
         caches.take_over(self.caching)
         agree(self)
+        if not self.sharded and self.root is not None:
+            self.sharded = follow_at_work(self.root, self.posteriors)
         node = torch._C._current_autograd_node()
         start = node_count()
         sampled = self._sampled_under(module)
@@ -253,11 +271,16 @@ class Scope:
         mode, draw = frame.mode, frame.mode.draw
         trains = not mode.mean and (draw is None or not draw.pinned) and self.trains(posterior)
         if draw is None or not posterior.random or not (draw.pinned or (trains and posterior.stochastic)):
-            return self._point(frame, posterior, original) if trains else posterior.mean_theta(original)
+            if trains:
+                return self._point(frame, posterior, original)
+            return posterior.mean_theta(original) if posterior.layout is None else mean_of(posterior, original)
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
+            check_whole(posterior, original)
             theta, handle = draw.theta(posterior, original)
             frame.thetas[posterior] = theta
+            if frame.remaking is not None and theta is not original:
+                frame.remaking.add(posterior, draw.seed, theta)
             if handle is not None and not frame.recomputes and self.trains(posterior):
                 self._thread.handles[posterior] = handle
         return theta
@@ -265,7 +288,8 @@ class Scope:
     def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the parameter itself; by an alias that takes the penalty's gradient along, where that saves a pass."""
         wants_grad = torch.is_grad_enabled() and original.requires_grad
-        if not frame.stack or posterior.stochastic or posterior.flat or not wants_grad or transformed():
+        plain = posterior.stochastic or posterior.flat or posterior.layout is not None
+        if not frame.stack or plain or not wants_grad or transformed():
             return original
         theta = frame.thetas.get(posterior)
         if theta is None:

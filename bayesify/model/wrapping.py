@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from bayesify.model import caches, lost, steps, surface
@@ -23,6 +23,7 @@ from bayesify.model.reuse import reusing
 from bayesify.model.scopes import Enter, Leave, Scope, Site
 from bayesify.model.seeds import draw_seeds, is_whole
 from bayesify.model.selection import Candidate, Patterns, candidates, priors, select
+from bayesify.model.shards import follow, is_sharded
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -140,11 +141,6 @@ def check_parameters(every: list[Candidate]) -> None:
                 )
 
 
-def is_sharded(param: Tensor) -> bool:
-    """Tell whether a parameter holds only this process's part of itself."""
-    return hasattr(param, "device_mesh")
-
-
 def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Posterior]]) -> Scope:
     """Register ready posteriors on their parameters, and the hooks that tell where a forward begins and ends."""
     orders = {id(m): tuple(m._parameters) for m in model.modules()}
@@ -212,6 +208,11 @@ def unbayesify(model: M, to: str = "mean") -> M:
 
 
 def _check_removable(scope: Scope) -> None:
+    if follow(scope.posteriors):
+        raise ValueError(
+            "the model is sharded over devices by FSDP2, which would not find its parameters any more; unbayesify it "
+            "before fully_shard, or save(model, dir): its model.safetensors is the plain model"
+        )
     for site in scope.sites:
         kept: Any = site.module.parametrizations[site.attribute]  # type: ignore[index]
         if len(kept) > 1:
@@ -272,6 +273,7 @@ def scopes_of(model: nn.Module) -> list[Scope]:
         raise not_bayesian(model)
     scopes: list[Scope] = list(found.values())
     for scope in scopes:
+        scope.sharded = follow(scope.posteriors)
         scope.look_for_lost_writes()
         lost.warn_of_replaced(scope, modules)
     return scopes

@@ -56,6 +56,7 @@ class IVONPosterior(Posterior):
     """
 
     kept = (*Posterior.kept, "h")
+    draws_on_shards = True  # one theta per optimizer step, on all processes
     results = ("strength",)
     strength: float | None = None
     """lambda, which the optimizer knows."""

@@ -12,6 +12,7 @@ from bayesify.methods.ivon.method import IVONPosterior
 from bayesify.model.quadratics import wide
 from bayesify.model.scopes import Scope
 from bayesify.model.seeds import shared_seed
+from bayesify.model.shards import on_shard, part, part_of
 from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
 
 RUN = "run"
@@ -77,7 +78,8 @@ class IVON(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "beta": first})
         self.clip, self.second = clip, second
         for posterior, scope in self._own:
-            posterior.begin(1 / scope.method.scale(num_data))
+            with torch.no_grad(), on_shard(posterior) as own:
+                own.begin(1 / scope.method.scale(num_data))
         run = {"seed": shared_seed(), "step": 0, "costs": [], "scatter": 0.0, "keep": second}
         self.state[RUN] = run  # type: ignore[index]
         self._announce()
@@ -129,7 +131,7 @@ class IVON(torch.optim.Optimizer):
         In units of the priors, h sigma^2: sum g^ eps s over sum (s/sigma)^2 is its mean over all weights.
         """
         cost = units = scatter = count = 0.0
-        for posterior, scope in self._own:
+        for posterior, scope in ((part_of(p), scope) for p, scope in self._own):
             grad = posterior.original.grad
             if grad is None:
                 continue
@@ -138,6 +140,7 @@ class IVON(torch.optim.Optimizer):
             units += float((s / posterior.prior_sig).square().sum(dtype=wide(s)))
             scatter += float((grad * eps / s * posterior.prior_sig**2).square().sum(dtype=wide(s)))
             count += grad.numel()
+        cost, units, scatter, count = _over_shards(self._own[0][0], cost, units, scatter, count)
         if not count:
             return
         run["costs"] = [*run["costs"], cost / units]
@@ -150,7 +153,7 @@ class IVON(torch.optim.Optimizer):
         for posterior, _ in self._own:
             if posterior.h is not None and "start" in self.state.get(posterior.original, {}):
                 self.state[posterior.original]["start"] = curvature / posterior.prior_sig**2
-                posterior.h.fill_(curvature / posterior.prior_sig**2)
+                part(posterior.h).fill_(curvature / posterior.prior_sig**2)
         strength = self._own[0][0].strength
         assert strength is not None
         relative = run["scatter"] / (curvature + 1 / strength) ** 2
@@ -158,13 +161,16 @@ class IVON(torch.optim.Optimizer):
 
     def _move(self, param: Tensor, group: dict[str, Any], step: int, rate: float, posterior: Any, scope: Any) -> None:
         """Move one parameter, and its curvature where it is Bayesian."""
-        state, grad = self.state[param], param.grad
-        assert grad is not None
+        state, whole_grad = self.state[param], param.grad
+        assert whole_grad is not None
         if not state:
             state["average"] = torch.zeros_like(param)
             if posterior is not None:
-                state["start"] = float(posterior.h.mean())
-        average = state["average"].lerp_(grad, 1 - group["beta"])
+                total, count = _over_shards(posterior, float(part(posterior.h).sum()), part(posterior.h).numel())
+                state["start"] = total / count
+        posterior = None if posterior is None else part_of(posterior)
+        param, grad = part(param), part(whole_grad)
+        average = part(state["average"]).lerp_(grad, 1 - group["beta"])
         forward = average / (1 - group["beta"] ** step)
         if posterior is None:
             param.add_(forward, alpha=-group["lr"])
@@ -195,6 +201,14 @@ def _posteriors(model: nn.Module) -> Iterator[tuple[IVONPosterior, Scope]]:
                 "bayesify(model, 'ivon'), or train it with an optimizer of torch.optim"
             )
         yield posterior, scope
+
+
+def _over_shards(posterior: IVONPosterior, *sums: float) -> list[float]:
+    """Add up what the processes have found, each on the rows that it holds; as it is where every one holds all."""
+    if posterior.layout is None:
+        return list(sums)
+    values = torch.tensor(sums, dtype=torch.float64, device=part(posterior.original).device)
+    return [float(v) for v in posterior.layout.summed(values)]
 
 
 def _seed(scope: Scope) -> int:

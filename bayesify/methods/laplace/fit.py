@@ -11,7 +11,7 @@ from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.passes import Pass
 from bayesify.methods.laplace.tuning import CHOICES, SELF_EXAMPLES, Fitted, choose
 from bayesify.model.selection import Candidate, Patterns, select
-from bayesify.model.wrapping import check_num_data, is_sharded, plain_name, scopes_of
+from bayesify.model.wrapping import check_num_data, plain_name, scopes_of
 from bayesify.prediction.likelihoods import Classification, Likelihood, Loss, Regression, likelihood_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -115,7 +115,7 @@ def _check_arguments(
     if isinstance(tune, bool) or (isinstance(tune, str) and tune not in CHOICES):
         raise ValueError(f"tune must be one of {list(CHOICES)}, validation batches or None, got {tune!r}")
     for name, posterior in chosen.items():
-        if is_sharded(posterior.original):
+        if posterior.layout is not None:
             raise ValueError(
                 f"{name!r} is sharded over devices, where its curvature cannot be read; call fit_laplace before "
                 "fully_shard, or save the trained model and fit it in one process (or under DDP)"

@@ -18,6 +18,7 @@ from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
 from bayesify.model.quadratics import wide
+from bayesify.model.shards import part
 
 PIECE = 1 << 22  # elements at a time in full precision
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -175,7 +176,16 @@ class LaplacePosterior(MomentsPosterior):
     @property
     def moves(self) -> bool:
         """Whether a draw differs from the mean."""
-        return self.kron is not None or (self.deviation is not None and bool(self.deviation.any()))
+        return self.kron is not None or (self.deviation is not None and bool(part(self.deviation).any()))
+
+    @property
+    def draws_on_shards(self) -> bool:  # type: ignore[override]
+        """Whether a part of theta can be drawn on its own: factors mix the rows."""
+        return self.kron is None
+
+    def like_mean(self) -> tuple[str, ...]:
+        """Return the names of the kept tensors with an element for each of the parameter's."""
+        return tuple(name for name in self.kept if name not in KRON)
 
     @property
     def note(self) -> str:

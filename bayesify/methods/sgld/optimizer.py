@@ -17,6 +17,7 @@ from bayesify.engine import noise as noises
 from bayesify.methods.sgld import method as sgld
 from bayesify.model.scopes import Scope
 from bayesify.model.seeds import shared_seed
+from bayesify.model.shards import on_shard, part, part_of
 from bayesify.model.stored import LOW_PRECISION
 from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
 
@@ -128,7 +129,8 @@ class SGLD(torch.optim.Optimizer):
             move.step()
         for found in self._sampled:
             if found.method.collects(chain["step"]):
-                found.posterior.collect()
+                with on_shard(found.posterior) as own:
+                    own.collect()
         return loss
 
     def _move(self, param: Tensor, lr: float, mu: float, found: Chained | None, chain: dict[str, int]) -> "Move":
@@ -137,12 +139,13 @@ class SGLD(torch.optim.Optimizer):
         if mu != 0 and not self.state[param]:
             self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
         velocity = self.state[param]["velocity"] if self.state.get(param) else None
-        move = Move(param.detach(), param.grad, velocity, lr, mu)
+        move = Move(part(param), part(param.grad), None if velocity is None else part(velocity), lr, mu)
         if found is None:
             return move
         size = found.method.nd * math.sqrt(2 * lr * (1 - mu) * found.method.scale(self.num_data))
         seed = (noises.mix(chain["seed"], found.scope) + chain["step"]) % 2**64
-        return move._replace(size=size, seed=seed, key=found.posterior.key, fixed_row=found.posterior.fixed_row)
+        own = part_of(found.posterior)
+        return move._replace(size=size, seed=seed, key=own.key, start=own.start, fixed_row=own.fixed_row)
 
 
 class Move(NamedTuple):
@@ -156,6 +159,7 @@ class Move(NamedTuple):
     size: float = 0.0
     seed: int = 0
     key: int = 0
+    start: int = 0
     fixed_row: int | None = None
 
     def step(self) -> None:
@@ -165,8 +169,7 @@ class Move(NamedTuple):
             self._step_with(None)
         elif not self._fused_step():
             # Elements are numbered in logical order, whatever their order in memory.
-            stream = noises.Stream(self.seed, self.key, self.theta.shape, self.theta.dtype, self.theta.device)
-            self._step_with(stream.normal())
+            self._step_with(self._stream().normal())
         if row is not None:
             row._step_with(None)
             self.theta[self.fixed_row] = row.theta
@@ -191,11 +194,16 @@ class Move(NamedTuple):
         grad = self.grad.contiguous()
         if not fusion.fused(self.theta, grad, *velocity):
             return False
-        stream = noises.Stream(self.seed, self.key, self.theta.shape)
+        stream = self._stream()
         outs, par = (self.theta, *velocity), (self.lr, self.size, self.mu)
         fusion.run(_step_element if velocity else _step_without_momentum, stream, (grad,), outs, par)
         torch.autograd.graph.increment_version(self.theta)
         return True
+
+    def _stream(self) -> noises.Stream:
+        """Return where the noise comes from."""
+        theta = self.theta
+        return noises.Stream(self.seed, self.key, theta.shape, theta.dtype, theta.device, self.start)
 
     def _row(self) -> "Move":
         """Return the step of a copy of the fixed row, which takes no noise."""
