@@ -472,9 +472,9 @@ def test_fully_sharded_parameters():
         model = bayesify(MLP(), init_sig=0.3)
         if sharded:
             for module in (model.inp, model):
-                fully_shard(module, mesh=mesh, reshard_after_forward=False)
-            with pytest.raises(RuntimeError, match=r"is sharded now; call penalty after the forward pass"):
-                penalty(model, 10)
+                fully_shard(module, mesh=mesh)
+            with pytest.raises(RuntimeError, match=r"is sharded now: it is read outside of its module's forward"):
+                model.train().inp.weight  # noqa: B018
         torch.manual_seed(1)
         loss = model(X).square().mean() + penalty(model, 10)
         loss.backward()

@@ -233,3 +233,17 @@ def test_machine_code_of_other_sources_is_not_taken(tmp_path):
     assert kernels._tag(formula) == before
     source.write_text("def twice(x):\n    return 2 * x\n")
     assert kernels._tag(formula) != before
+
+
+def test_every_loop_has_files_of_its_own():
+    """Numba numbers the files of one name without a lock: processes that start together would read each other's."""
+    import numpy as np
+
+    from bayesify.engine import kernels
+    from bayesify.methods.vi import LINKS
+
+    kinds = [(link.formulas.draw, dtype) for link in LINKS.values() for dtype in (np.float32, np.float64)]
+    loops = [kernels.noisy("normal", *kind) for kind in kinds]
+    loops += [kernels.noisy("mask", LINKS["exp"].formulas.draw, np.float32)]
+    names = [loop._cache._impl.filename_base for pair in loops for loop in pair]
+    assert len(set(names)) == len(names)

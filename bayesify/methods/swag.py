@@ -8,7 +8,7 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from bayesify.engine.noise import name_key
 from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
-from bayesify.model.shards import on_shard
+from bayesify.model.shards import on_shard, part
 from bayesify.model.wrapping import named_posteriors
 from bayesify.prediction.statistics import STALE
 
@@ -122,8 +122,8 @@ class SWAG(Tempered):
                 posterior.steps += 1
                 since = posterior.steps - self.first
                 if self.period and since > 0 and since % self.period == 0:
-                    with on_shard(posterior) as part:
-                        part.collect()
+                    with on_shard(posterior) as own:
+                        own.collect()
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before the second iterate; a parameter that nobody has moved since stays a point."""
@@ -249,6 +249,24 @@ class SWAGPosterior(MomentsPosterior):
 
     # -- state -------------------------------------------------------------------------------------------------
 
+    def stored(self) -> dict[str, Tensor]:
+        """Return the kept tensors for a state dict; of a sharded model always as many iterates, the last ones zero."""
+        held = super().stored()
+        if self.layout is not None:
+            own = part(held["average"])
+            every = own.new_zeros((self.rank, *own.shape))
+            if self.iterates is not None:
+                every[: len(self.iterates)] = part(self.iterates)
+            held["iterates"] = self.layout.joined(every)
+        return held
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Take over a state dict, without the iterates that are not there yet."""
+        super()._load_from_state_dict(*args)
+        if self.iterates is not None and len(self.iterates) > self.collected:
+            own = part(self.iterates)[: self.collected].clone()
+            self.iterates = own if self.layout is None else self.layout.joined(own)
+
     def check_tensor(self, name: str, tensor: Tensor) -> None:
         """Raise unless the count is a positive integer, the scatter not negative and the iterates of one shape."""
         if name == "count":
@@ -299,5 +317,5 @@ def collect(model: nn.Module) -> None:
             f"{type(model).__name__} has no posterior of method 'swag'; call bayesify(model, 'swag') first"
         )
     for posterior in found:
-        with on_shard(posterior) as part:
-            part.collect()
+        with on_shard(posterior) as own:
+            own.collect()

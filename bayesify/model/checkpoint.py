@@ -373,11 +373,11 @@ def fitting(
     """
     bayesian = {id(t) for t in params.values()}
     rest = {name: t for name, t in plain_tensors(root) if id(t) not in bayesian}
-    _check_names(path, "Bayesian parameters", set(file.priors), set(params))
+    fileformat.check_names(path, "Bayesian parameters", set(file.priors), set(params))
     saved_rest = {n for kind, n in file.tensors if kind == REST}
     if file.partial:
         rest = {name: t for name, t in rest.items() if name in saved_rest}
-    _check_names(path, "other tensors", saved_rest, set(rest))
+    fileformat.check_names(path, "other tensors", saved_rest, set(rest))
     for kind, group in ((MEAN, params), (REST, rest)):
         for name, tensor in group.items():
             saved = file.tensors.get((kind, name))
@@ -396,14 +396,3 @@ def fitting(
         except (ValueError, TypeError) as error:
             raise damaged(path, f"{name!r}: {error}") from error
     return built, rest
-
-
-def _check_names(path: Path, what: str, saved: set[str], present: set[str]) -> None:
-    """Raise if the names in the file and in the model differ."""
-    if saved != present:
-        only = {"the file": sorted(saved - present)[:3], "the model": sorted(present - saved)[:3]}
-        raise CheckpointError(
-            f"{path} does not fit the model: {what} differ, "
-            + ", ".join(f"only in {place}: {names}" for place, names in only.items() if names)
-            + "; build the model as it was when it was saved"
-        )

@@ -208,3 +208,14 @@ def read(path: Path) -> Content:
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise damaged(path, error) from error
     return tensors, about
+
+
+def check_names(path: Path, what: str, saved: set[str], present: set[str]) -> None:
+    """Raise if the names in the file and in the model differ."""
+    if saved != present:
+        only = {"the file": sorted(saved - present)[:3], "the model": sorted(present - saved)[:3]}
+        raise CheckpointError(
+            f"{path} does not fit the model: {what} differ, "
+            + ", ".join(f"only in {place}: {names}" for place, names in only.items() if names)
+            + "; build the model as it was when it was saved"
+        )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesify.engine import fusion
-from bayesify.model.posteriors import Posterior
+from bayesify.model import shards
+from bayesify.model.posteriors import Posterior, state_dtype
 from bayesify.model.quadratics import quadratic_energy, quadratic_pull
 from bayesify.model.stored import CENTER
 
@@ -18,6 +19,9 @@ from bayesify.model.stored import CENTER
 def _add_noise(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
     """Theta = center + eps * std, of one element."""
     outs[0][i] = ins[0][i] + eps * ins[1][i]
+
+
+COUNT = "count"  # of what moments were made of, where a posterior has one
 
 
 class NotReadyError(ValueError, RuntimeError):
@@ -79,6 +83,35 @@ class MomentsPosterior(Posterior):
     def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return grad + coef/sigma^2 (theta - theta0)."""
         return (quadratic_pull(mean, self, self.precision, grad, coef),)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the kept tensors for a state dict; of a sharded model, room for moments to come as well.
+
+        A distributed checkpoint is loaded into the tensors of a state dict: what has no place there would be lost.
+        """
+        held = super().stored()
+        return held if self.layout is None or held.keys() != {CENTER} else {**held, **self.room()}
+
+    def room(self) -> dict[str, Tensor]:
+        """Return the tensors of moments that were made of nothing."""
+        assert self.layout is not None
+        own = shards.part_of(self).original
+        return {
+            name: own.new_zeros((), dtype=torch.int64)
+            if name == COUNT
+            else self.layout.joined(torch.zeros_like(own, dtype=state_dtype(own), requires_grad=False))
+            for name in self.moments
+        }
+
+    def is_room(self) -> bool:
+        """Tell whether the moments were made of nothing."""
+        count = getattr(self, COUNT, None)
+        return count is not None and int(count) == 0
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.is_room():
+            self._forget_moments()
 
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise unless these tensors can be the state of this posterior, with all moments or none."""

@@ -172,6 +172,8 @@ class Posterior(Stored):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
+        if self._home is not None:
+            shards.follow([self])
         self._look_at_center()
 
     def _look_at_center(self) -> None:

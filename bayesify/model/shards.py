@@ -6,7 +6,7 @@ place in the whole, so that one seed is one theta however it is cut. Inside a fo
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bayesify.model.posteriors import Posterior
 
 P = TypeVar("P", bound="Posterior")
+NOTHING: Mapping[tuple[int, str], Tensor] = {}
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -129,18 +130,43 @@ class Layout(NamedTuple):
         return values
 
 
-def follow(posteriors: Iterable["Posterior"]) -> bool:
-    """Cut the state of posteriors like their parameters, where these are sharded now; tell whether any is, or was."""
+def follow(posteriors: Iterable["Posterior"], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
+    """Cut the state of posteriors like their parameters, where these are sharded; tell whether any is.
+
+    Args:
+        posteriors: Of which the parameters are looked at.
+        known: What is known of parameters that are whole now: their shards, by the id of their module and their name.
+    """
     found = False
     for posterior in posteriors:
-        original = posterior.original
-        if is_sharded(original) and posterior._shards.get("original") is not original:
+        given = {"original": posterior._home, **{name: (posterior, name) for name in posterior._parameters}}
+        places = {key: (id(place[0]), place[1]) for key, place in given.items() if place is not None}
+        now = {"original": posterior.original, **posterior._parameters}
+        shards = {key: known.get(place, now[key]) for key, place in places.items()}
+        original = shards["original"]
+        if original is not None and is_sharded(original) and posterior._shards.get("original") is not original:
             posterior.layout = Layout.of(original, posterior.name)
-            posterior._shards = {"original": original, **posterior._parameters}
+            posterior._shards = shards
         if posterior.layout is not None:
             _cut(posterior)
             found = True
     return found
+
+
+def follow_at_work(root: nn.Module, posteriors: list["Posterior"]) -> bool:
+    """Do `follow` in a forward, where FSDP2 has made some parameters whole already; tell whether any is sharded."""
+    if not in_a_group():
+        return False
+    at_work: list[Any] = [module for module in root.modules() if shards_itself(module)]
+    known: dict[tuple[int, str], Tensor] = {}
+    for module in at_work:
+        # What FSDP2 keeps is not public: without it the state is cut after the first step.
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # one at most in older versions, under another name
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            for held in group.fsdp_params if group is not None else ():
+                known[id(held._module_info.module), held._module_info.param_name] = held.sharded_param
+    return bool(at_work) and follow(posteriors, known)
 
 
 def rest(model: nn.Module) -> None:
@@ -148,24 +174,6 @@ def rest(model: nn.Module) -> None:
     for module in model.modules():
         if shards_itself(module):
             module.reshard()  # type: ignore[operator]
-
-
-def follow_at_work(root: nn.Module, posteriors: list["Posterior"]) -> bool:
-    """Do `follow` in a forward, where FSDP2 has made some parameters whole already; tell whether any is sharded."""
-    if not in_a_group() or not any(shards_itself(module) for module in root.modules()):
-        return False
-    gathered: list[Any] = [m for m in root.modules() if shards_itself(m) and not _is_resting(m)]
-    for module in gathered:
-        module.reshard()
-    found = follow(posteriors)
-    for module in gathered:
-        module.unshard()
-    return found
-
-
-def _is_resting(module: Any) -> bool:
-    """Tell whether the parameters of a module of FSDP2 are sharded now."""
-    return all(is_sharded(p) for p in module.parameters())
 
 
 def _cut(posterior: "Posterior") -> None:

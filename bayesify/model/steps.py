@@ -11,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from bayesify.model.shards import follow
+
 if TYPE_CHECKING:
     from bayesify.model.scopes import Scope
 
@@ -51,6 +53,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     seen = _seen[optimizer]
     seen.steps += 1
     for scope in seen.scopes:
+        scope.sharded = follow(scope.posteriors)
         if scope.method.optimizer:
             _check_training(scope)
         if seen.steps == 1:

@@ -61,7 +61,11 @@ class Stored(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add the kept tensors to a state dict."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({prefix + name: tensor for name, tensor in self.held().items()})
+        destination.update({prefix + name: tensor for name, tensor in self.stored().items()})
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the kept tensors for a state dict."""
+        return self.held()
 
     def _load_from_state_dict(
         self,
@@ -91,10 +95,11 @@ class Stored(nn.Module):
     def _take(self, name: str, tensor: Tensor, prefix: str, errors: list[str]) -> None:
         """Take over one kept tensor, in the memory of the old one where it has the same shape."""
         own: Tensor | None = getattr(self, name)
-        if own is not None and own.shape == tensor.shape:
+        alike = own is not None and own.shape == tensor.shape
+        if own is not None and alike and hasattr(own, "device_mesh") == hasattr(tensor, "device_mesh"):
             with torch.no_grad():
                 own.copy_(tensor)
-        elif name == CENTER and own is not None:
+        elif name == CENTER and not alike and own is not None:
             errors.append(
                 f"size mismatch for {prefix}{name}: the shape in the state dict is {tuple(tensor.shape)}, that in the "
                 f"model {tuple(own.shape)}"

@@ -246,6 +246,14 @@ class LaplacePosterior(MomentsPosterior):
         super().load_state(state)
         self._remember_mean()
 
+    def room(self) -> dict[str, Tensor]:
+        """Return a deviation that no fit can give."""
+        return {name: tensor - 1 for name, tensor in super().room().items()}
+
+    def is_room(self) -> bool:
+        """Tell whether the deviation is none that a fit gives."""
+        return self.deviation is not None and (self.fitted_sig is None or bool((part(self.deviation) < 0).any()))
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the mean of a state dict for that of its fit."""
         super()._load_from_state_dict(state_dict, prefix, *args)
