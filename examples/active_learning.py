@@ -17,24 +17,24 @@ from torch.nn import functional as F
 
 from bayesify import active, bayesify, penalty, predict
 
-FIRST, ROUND, LAST, STEPS = 20, 20, 100, 300
+FIRST, ROUND, LAST = 20, 20, 100
 CHOICES = ("diverse", "bald", "random")
 
 
-def train(x, y, seed):
+def train(x, y, seed, steps):
     """Train a network with MC-dropout on the labels that there are."""
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10))
     model = bayesify(network, "mc_dropout", prior_mean="zero", prior_sig=1.0, p_drop=0.2)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         (F.cross_entropy(model(x), y) + penalty(model, num_data=len(x))).backward()
         optimizer.step()
     return model
 
 
-def run(choice, seed):
+def run(choice, seed, steps):
     """Return the error after the last round."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
@@ -43,7 +43,7 @@ def run(choice, seed):
     px, py = x[pool], y[pool]
     known = torch.arange(FIRST)
     while True:
-        model = train(px[known], py[known], seed)
+        model = train(px[known], py[known], seed, steps)
         if len(known) >= LAST:
             return predict(model, [(x[test], y[test])], samples=20, seed=0).scores["error"]
         rest = torch.ones(len(px), dtype=torch.bool)
@@ -67,8 +67,9 @@ def main():
     """Compare the choices over seeds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=300, help="of each training")
     args = parser.parse_args()
-    errors = {choice: [run(choice, seed) for seed in range(args.seeds)] for choice in CHOICES}
+    errors = {choice: [run(choice, seed, args.steps) for seed in range(args.seeds)] for choice in CHOICES}
     for choice, values in errors.items():
         print(f"{choice:>8}: error {statistics.mean(values):.4f} after {LAST} labels")
     for other in CHOICES[1:]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-READABLE = ("quickstart", "images", "text", "lora", "active_learning")
+READABLE = ("quickstart", "images", "text", "lora", "regression", "active_learning", "ood", "deploy")
 
 
 def run(name, *options, cwd):
@@ -59,3 +59,24 @@ def test_lora(tmp_path):
     pytest.importorskip("peft")
     said = run("lora", "--steps", 5, "--samples", 2, cwd=tmp_path)
     assert "fives:" in said and "AUROC of disagreement" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said", "files"),
+    [
+        ("quickstart", ("--epochs", 3), "five with three lines", {"before_after.svg", "report.html"}),
+        ("regression", ("--steps", 20), "conformal 80 % intervals", {"band.svg"}),
+        ("regression", ("--steps", 20, "--data", "t.csv", "--method", "vi"), "crps", {"calibration.svg"}),
+        ("ood", ("--epochs", 2, "--members", 2), "distance of features", {"plain.svg", "mixture.svg"}),
+        ("active_learning", ("--seeds", 2, "--steps", 10), "diverse minus random", set()),
+        ("deploy", ("--heads", 2), "without bayesify: 200 images", {"served.pt2", "mean.ts", "model.safetensors"}),
+    ],
+    ids=["quickstart", "regression", "regression of a table", "ood", "active_learning", "deploy"],
+)
+def test_on_a_small_setting(name, options, said, files, tmp_path):
+    pytest.importorskip("sklearn")
+    rows = np.random.default_rng(0).normal(size=(60, 3))
+    np.savetxt(tmp_path / "t.csv", rows, delimiter=",", header="a,b,c")
+    assert said in run(name, *options, cwd=tmp_path)
+    written = tmp_path / {"quickstart": "demo"}.get(name, name)
+    assert not files or files <= {path.name for path in written.iterdir()}
