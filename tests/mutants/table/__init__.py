@@ -5,6 +5,13 @@ it lasts. Where a formula is rewritten, amend its row; where one is new, add a r
 keeps a mutant to a few seconds; it looks at the names of files as well, so that "sgld" is all of test_sgld.py.
 """
 
-from . import engine, laplace, mixtures, posteriors, quality
+from . import engine, laplace, mixtures, posteriors, quality, ranks
 
-MUTANTS = [*quality.MUTANTS, *posteriors.MUTANTS, *laplace.MUTANTS, *engine.MUTANTS, *mixtures.MUTANTS]
+MUTANTS = [
+    *quality.MUTANTS,
+    *posteriors.MUTANTS,
+    *laplace.MUTANTS,
+    *engine.MUTANTS,
+    *mixtures.MUTANTS,
+    *ranks.MUTANTS,
+]

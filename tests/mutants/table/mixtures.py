@@ -10,7 +10,7 @@ MUTANTS = [
         ("both parts in full", "(self.scatter / (2 * (", "(self.scatter / (1 * (", "covariance"),
         ("divided by K", "math.sqrt(2 * (len(self.iterates) - 1))", "math.sqrt(2 * len(self.iterates))", "covariance"),
         ("the newest is overwritten", "self.iterates[(n - 1) % self.rank]", "self.iterates[-1]", "covariance"),
-        ("every step from the start on", "since % self.every == 0", "since % 1 == 0", "any_optimizer"),
+        ("every step from the start on", "since % self.period == 0", "since % 1 == 0", "any_optimizer"),
         ("one iterate is enough", "return self.collected > 1", "return self.collected > 0", "nothing_to_sample"),
         ("noise on the padding row", "shared[:, self.fixed_row] = 0", "pass", "padding"),
     ),

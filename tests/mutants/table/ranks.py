@@ -1,0 +1,39 @@
+"""Mistakes that only more than one process can make."""
+
+from .rows import of
+
+MUTANTS = [
+    *of(
+        "model/shards.py",
+        "test_fsdp.py",
+        (
+            "every part has the noise of the first",
+            "own.start, own.fixed_row = layout.start,",
+            "own.start, own.fixed_row = 0,",
+            "train",
+        ),
+        ("the padding row is in every part", "layout.row(posterior.fixed_row)", "posterior.fixed_row", "train"),
+        (
+            "the penalty is that of a part",
+            "torch.distributed.all_reduce(values,",
+            "torch.distributed.barrier(",
+            "train",
+        ),
+    ),
+    *of(
+        "model/replicas.py",
+        "test_ddp.py",
+        ("replicas keep their own priors", "    if around is None or", "    if True or around is None or", "train"),
+    ),
+    *of(
+        "model/scopes.py",
+        "test_ddp.py",
+        ("same_draw does nothing", "shared_seed() if self.method.same_draw", "shared_seed() if False", "same_draw"),
+    ),
+    *of(
+        "prediction",
+        "test_ddp.py",
+        ("parts come in the order of ranks", "for place in sorted(rows)", "for place in rows", "in_order"),
+        ("each process calibrates for itself", "sum(total for total, _ in found)", "found[0][0]", "every_rank_finds"),
+    ),
+]
