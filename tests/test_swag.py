@@ -230,7 +230,7 @@ def test_swag_models_mix_and_are_calibrated():
         ({"start": 0.5}, "start must be an integer >= 0, got 0.5"),
         ({"steps": 2}, "steps must be an integer >= 4, got 2"),
         ({"steps": 10, "start": 8, "every": 3}, "10 steps end before the second iterate"),
-        ({"low": 2.0}, "low must be at most high = "),
+        ({"low": 1.5}, "low must be at most high = "),
     ],
 )
 def test_options_out_of_range_are_told(options, message):

@@ -31,9 +31,9 @@ class SWAG(Tempered):
 
     Any optimizer trains the model, and its steps are noticed. The spread is that of the optimizer's own path, so the
     learning rate is a part of the method: at a small one the iterates hardly differ. With `steps`, the length of the
-    training, the method has a schedule. The first half is the optimizer's own. From `start` on the rate goes down from
-    `high` to `low`, by a cosine, in cycles of `every` steps, whatever a scheduler says, and the last iterate of every
-    cycle is collected: a high rate leaves the last one's place, a low one comes to rest in another.
+    training, the method has a schedule. The first half is the optimizer's own. From `start` on the rate is the largest
+    one again, whatever a scheduler says, and ten iterates are collected. With a `low` below `high` it goes from one to
+    the other, by a cosine, in cycles of `every` steps, of which the last is collected.
 
     Without `steps` the rates are yours: `start` and `every` say what is collected, or `collect(model)` does. In mean
     mode the model is the mean of the iterates. The statistics of BatchNorm layers are the last iterate's; `predict(...,
@@ -62,7 +62,7 @@ class SWAG(Tempered):
     start: int | None = None
     every: int | None = None
     high: float = 1.0
-    low: float = 0.1
+    low: float = 1.0
     rank: int = 20
     Ninflate: float | None = None
     bias: str = "informative"

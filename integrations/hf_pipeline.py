@@ -1,0 +1,132 @@
+"""Hugging Face's pipelines with uncertainty: the scores of the posterior's average, and how much of them is doubt."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from bayesify.model.mixture import Mixture
+from bayesify.model.seeds import is_whole
+from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.predictive import entropy_of
+
+from .hf_evaluation import Average, PinnedSamples, default_samples
+from .hf_hub import from_pretrained
+
+TASKS = {  # Hugging Face's class, and what turns its inputs into tensors
+    "text-classification": ("TextClassificationPipeline", "tokenizer"),
+    "sentiment-analysis": ("TextClassificationPipeline", "tokenizer"),
+    "image-classification": ("ImageClassificationPipeline", "image_processor"),
+    "audio-classification": ("AudioClassificationPipeline", "feature_extractor"),
+}
+
+
+@dataclass
+class Averaged(ModelOutput):
+    """What the samples say together: log-probabilities in the place of logits, and two measures of doubt."""
+
+    logits: Tensor | None = None
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
+
+
+def pipeline(
+    task: str,
+    model: Any,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Build Hugging Face's pipeline for a Bayesian classifier; every result says how sure the posterior is.
+
+    A result has, beside its label and the averaged score, `entropy` (all of the doubt about this input, in nats) and
+    `mutual_information` (the part of it that the samples disagree about). The samples are drawn once, at the first
+    input: make another pipeline where the model has been trained on.
+
+    Args:
+        task: "text-classification", "image-classification" or "audio-classification".
+        model: A bayesified model or a mixture, or the folder or hub id of one.
+        samples: How many posterior samples; None is the method's `nst`, 0 the posterior mean.
+        seed: Which samples.
+        **options: For `transformers.pipeline`, such as `tokenizer`, `image_processor`, `device` or `top_k`; a folder's
+            own tokenizer or processor is found.
+
+    Returns:
+        The pipeline.
+
+    Raises:
+        ValueError: The task is another, the model has no posterior, or `samples` is out of range.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+        >>> from bayesify import bayesify
+        >>> from bayesify.integrations.huggingface import pipeline
+        >>> words = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "fine", "film"])}
+        >>> small = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=7)
+        >>> model = bayesify(BertForSequenceClassification(BertConfig(**small)), "vi")
+        >>> classify = pipeline("text-classification", model, tokenizer=BertTokenizer(vocab=words), device="cpu")
+        >>> sorted(classify("a fine film")[0])
+        ['entropy', 'label', 'mutual_information', 'score']
+    """
+    if task not in TASKS:
+        raise ValueError(
+            f"task must be one of {sorted(TASKS)}, got {task!r}; for texts use generate, for others predict(model, ...)"
+        )
+    if samples is not None and (not is_whole(samples) or samples < 0):
+        raise ValueError(f"samples must be an integer >= 0, or None for the method's nst, got {samples!r}")
+    (name, reader), whole = TASKS[task], model
+    if not isinstance(model, nn.Module):
+        options.setdefault(reader, os.fspath(model))
+        whole = from_pretrained(model)
+    scopes_of(whole)
+    cls = type(f"Bayesian{name}", (_Uncertain, getattr(transformers, name)), {})
+    first = whole.members[0] if isinstance(whole, Mixture) else whole
+    made: Any = transformers.pipeline(task, model=first, pipeline_class=cls, **options)  # type: ignore[call-overload]
+    made.whole = whole.to(made.device).eval()
+    made.thetas = PinnedSamples(made.whole, default_samples(made.whole) if samples is None else samples, seed)
+    return made
+
+
+class _Uncertain:
+    """Put before a classification pipeline: it runs all the samples, and its results say what they disagree about."""
+
+    whole: nn.Module
+    thetas: PinnedSamples
+    model: Any
+
+    def _forward(self, model_inputs: Any) -> Averaged:
+        """Average the samples' outputs on a batch."""
+        several = self.model.config.problem_type == "multi_label_classification"
+        average, own = Average("labels" if several else "classes"), self.model
+        entropies: list[Tensor] = []
+        for i in self.thetas:
+            self.model = self.whole.member(i) if isinstance(self.whole, Mixture) else self.whole
+            try:
+                logits = super()._forward(dict(model_inputs)).logits  # type: ignore[misc]
+            finally:
+                self.model = own
+            average.add(logits)
+            if several:
+                entropies.append(_binary_entropy(logits.float().sigmoid()))
+        output: Tensor = average.result()
+        if several:
+            total = _binary_entropy(output.sigmoid())
+            return Averaged(output, total, (total - torch.stack(entropies).mean(0)).clamp_min(0))
+        return Averaged(output, entropy_of(output), average.mutual_information(output))
+
+    def postprocess(self, model_outputs: Any, **options: Any) -> Any:
+        """Add the measures of doubt to every result."""
+        found: Any = super().postprocess(model_outputs, **options)  # type: ignore[misc]
+        doubt = {name: float(model_outputs[name][0]) for name in ("entropy", "mutual_information")}
+        return {**found, **doubt} if isinstance(found, dict) else [{**one, **doubt} for one in found]
+
+
+def _binary_entropy(probs: Tensor) -> Tensor:
+    """Return the entropy of independent labels, summed over them."""
+    terms: Tensor = torch.special.xlogy(probs, probs) + torch.special.xlogy(1 - probs, 1 - probs)
+    return -terms.sum(-1)
