@@ -200,12 +200,12 @@ class Evaluation:
         self.variances.append(values[:, 1].cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Return error, NLL, ECE (top label) and mutual information; or, for regression, RMSE and spread."""
+        """Return NLL, error, ECE (top label) and mutual information; or, for regression, RMSE and spread."""
         out: dict[str, float] = {}
         if self.rows and len(rows := torch.cat(self.rows)):
             out = {
-                "error": float(rows[:, WRONG].mean()),
                 "nll": float(rows[:, NLL].double().mean()),
+                "error": float(rows[:, WRONG].mean()),
                 "ece": metrics.binned(rows[:, CONFIDENCE].double(), rows[:, WRONG] == 0, BIN_EDGES).ece,
                 "mutual_information": float(rows[:, INFORMATION].mean()),
             }

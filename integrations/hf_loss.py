@@ -148,10 +148,15 @@ class LossMixin(Host):  # type: ignore[misc]
             del self.accelerator.backward
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the training loss, its two parts: the likelihood's (nll) and the prior's (penalty)."""
+        """Log the two parts of the training loss before it: the likelihood's (nll) and the prior's (penalty).
+
+        The loss itself is large at first, with the prior's part; nll is what a plain model's loss can be compared with.
+        """
         if "loss" in logs and self._steps:
+            parts = {}
             for name, total in self._parts.items():
                 value = torch.as_tensor(total).to(self.args.device, torch.float32)
-                logs[name] = float(self.accelerator.gather(value).mean()) / self._steps
+                parts[name] = float(self.accelerator.gather(value).mean()) / self._steps
             self._parts, self._steps = dict.fromkeys(self._parts, 0.0), 0
+            logs = {**parts, **logs}
         super().log(logs, *args, **kwargs)

@@ -22,6 +22,7 @@ from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.batches import logits_of
 
 from .hf_evaluation import Average, Evaluation
+from .hf_hub import write_mixture_card
 from .hf_items import is_causal, random_state_kept
 from .hf_loss import LossMixin
 from .hf_members import last_checkpoint, train_members
@@ -96,6 +97,7 @@ class BayesTrainerMixin(LossMixin):
         self._burnin_epochs = burnin_epochs
         self._laplace = dict(laplace or {})
         self._evaluation: Evaluation | None = None
+        self._scores: tuple[int, dict[str, float]] = 0, {}
         self._steps_per_epoch = self._max_steps = 0
         self.members = members
         self.member: int | None = None
@@ -107,6 +109,7 @@ class BayesTrainerMixin(LossMixin):
         """Make a model the trainer's, and forget the optimizer of the one before."""
         self.model = self.model_wrapped = model
         self.optimizer = self.lr_scheduler = None
+        self._scores = 0, {}
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -219,6 +222,10 @@ class BayesTrainerMixin(LossMixin):
                 )
         return output
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the number of the member that is trained, where there are several."""
+        super().log(logs if self.member is None else {"member": self.member, **logs}, *args, **kwargs)
+
     def fit_laplace(self) -> None:
         """Fit the Laplace approximation on the training data, whose likelihood is exp(-loss)."""
         options = {"loss": self._example_loss, "num_data": self._examples(), **self._laplace}
@@ -265,7 +272,12 @@ class BayesTrainerMixin(LossMixin):
             ours = self._evaluation.metrics()
         finally:
             self._evaluation = None
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in ours.items()})
+        named = {f"{metric_key_prefix}_{name}": value for name, value in ours.items()}
+        rest = {name: value for name, value in output.metrics.items() if name not in named}
+        output.metrics.clear()
+        output.metrics.update({**named, **rest})  # what the samples say together comes first
+        if metric_key_prefix == "eval":
+            self._scores = self.state.global_step, ours
         return output
 
     def prediction_step(
@@ -305,6 +317,10 @@ class BayesTrainerMixin(LossMixin):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the posterior mean in Hugging Face's layout and the posterior beside it; of a mixture, its own."""
+        step, scores = self._scores
+        known = scores if step == self.state.global_step else {}  # those of other weights say nothing
+        for holder in [self.model] if isinstance(self.model, Mixture) else scopes_of(self.model):
+            holder.scores = known
         if isinstance(mixture := self.model, Mixture):
             self.model = mixture.members[0]
             try:
@@ -314,6 +330,7 @@ class BayesTrainerMixin(LossMixin):
             if self.args.should_save:
                 frozen = not is_adapter(mixture.members[0])
                 save_posterior(mixture, output_dir or self.args.output_dir, frozen=frozen)
+                write_mixture_card(mixture, output_dir or self.args.output_dir)
             return
         root, scope = root_of(self.model)
         if root is not self.model:

@@ -163,3 +163,22 @@ def test_what_cannot_be(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="leave optimizers= to BayesTrainer"):
         BayesTrainer(model, TrainingArguments(str(tmp_path)), members=2, optimizers=(optimizer, None))
+
+
+def test_the_log_leads_with_the_likelihood_and_names_the_member(tmp_path):
+    run = trainer(tmp_path, "vi", members=2)
+    run.args.logging_steps = 2
+    lines = []
+
+    class Read(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            lines.append(dict(logs))
+
+    run.add_callback(Read())
+    run.train()
+    steps = [line for line in lines if "loss" in line]
+    assert [line["member"] for line in steps] == [0, 0, 1, 1]
+    assert all(list(line)[:4] == ["nll", "penalty", "member", "loss"] for line in steps)
+    assert all(line["loss"] == pytest.approx(line["nll"] + line["penalty"], rel=1e-2) for line in steps)
+    assert next(iter(run.evaluate())) == "eval_nll"
+    assert "member" not in lines[-1]

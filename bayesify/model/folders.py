@@ -1,4 +1,4 @@
-"""A model's own `save_pretrained` and `push_to_hub` write the posterior mean under plain names, and the posterior.
+"""A model's own `save_pretrained` and `push_to_hub` write the posterior mean under plain names, posterior and card.
 
 A parametrized model's state dict has names that no plain model knows: a library that wrote them would load the folder
 as random weights. So a bayesified model's `save_pretrained`, whichever library it is of, sees plain state dicts.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bayesify.model.posteriors import Posterior
 from bayesify.model.stored import EXTRA
 
-SAVE = "save_pretrained"
+SAVE, UPLOAD = "save_pretrained", "_upload_modified_files"
 HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "max_shard_size")
 
 
@@ -25,13 +25,16 @@ def put_on(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(type(module), SAVE):
             module.save_pretrained = MethodType(_save_pretrained, module)  # type: ignore[assignment]
+        if hasattr(type(module), UPLOAD):
+            setattr(module, UPLOAD, MethodType(_upload, module))
 
 
 def take_off(model: nn.Module) -> None:
     """Undo `put_on`."""
     for module in model.modules():
-        if getattr(module.__dict__.get(SAVE), "__func__", None) is _save_pretrained:
-            del module.save_pretrained
+        for name, ours in ((SAVE, _save_pretrained), (UPLOAD, _upload)):
+            if getattr(module.__dict__.get(name), "__func__", None) is ours:
+                delattr(module, name)
 
 
 def _save_pretrained(model: Any, save_directory: "str | os.PathLike[str]", **options: Any) -> Any:
@@ -40,21 +43,41 @@ def _save_pretrained(model: Any, save_directory: "str | os.PathLike[str]", **opt
     Args:
         model: The bayesified model, or a part of it, of which the mean alone is written.
         save_directory: The folder.
-        **options: The library's own.
+        **options: The library's own, and `scores`, what the model card says of its quality.
     """
     from bayesify.model.checkpoint import save_posterior  # which needs all of this folder
 
     push = options.pop("push_to_hub", False)  # after the posterior is there
     repository = options.pop("repo_id", Path(save_directory).name) if push else None
+    if "_bayesify_scope" in model.__dict__ and (scores := options.pop("scores", None)) is not None:
+        model._bayesify_scope.scores = dict(scores)
     if options.get("state_dict") is not None:
         options["state_dict"] = plain_state(model, options["state_dict"])
     with plain_state_dicts(model):
         written = type(model).save_pretrained(model, save_directory, **options)
     if "_bayesify_scope" in model.__dict__ and options.get("is_main_process", True):
         save_posterior(model, save_directory, frozen=not is_adapter(model))
+        write_own_card(model, save_directory)
     if push:
         model.push_to_hub(repository, **{k: v for k, v in options.items() if k in HUB_OPTIONS})
     return written
+
+
+def _upload(model: Any, folder: "str | os.PathLike[str]", *args: Any, **options: Any) -> Any:
+    """Upload a folder; Transformers has put a template in the place of its card, which gets our part again."""
+    if "_bayesify_scope" in model.__dict__:
+        write_own_card(model, folder)
+    return getattr(type(model), UPLOAD)(model, folder, *args, **options)
+
+
+def write_own_card(model: Any, folder: "str | os.PathLike[str]") -> None:
+    """Write the card of a bayesified model into its folder."""
+    from bayesify.model.card import write_card  # which knows what scopes are
+
+    scope: Any = model._bayesify_scope
+    name = type(model).__name__.removeprefix("Parametrized")
+    library = "peft" if is_adapter(model) else type(model).__module__.partition(".")[0]
+    write_card(Path(folder), [scope], scope.scores, name=name, library=library)
 
 
 def is_adapter(model: nn.Module) -> bool:

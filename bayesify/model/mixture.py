@@ -33,6 +33,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.members = nn.ModuleList(members)
         self.training = any(member.training for member in members)
+        self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         if hasattr(members[0], "config"):
             self.config = members[0].config  # Hugging Face's, which tells how to call the model
         self.share()

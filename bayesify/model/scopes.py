@@ -95,6 +95,7 @@ class Scope:
         self.sharded = False
         self.warned = not any(not p.flat for p in posteriors)
         self.told: set[str] = set()
+        self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         self.tree: lost.Tree | None = None
         self._forget()
 
@@ -115,7 +116,7 @@ class Scope:
         copied.step_seed = copied.replica_of = None
         copied.sharded = self.sharded
         copied.steps, copied.warned = self.steps, self.warned
-        copied.told = set(self.told)
+        copied.told, copied.scores = set(self.told), dict(self.scores)
         copied.tree = None
         copied._forget()
         steps.watch(copied)
