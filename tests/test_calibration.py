@@ -23,6 +23,7 @@ from bayesify import (
     summary,
 )
 from bayesify.model.seeds import draw_seeds
+from bayesify.prediction import calibration
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] + 0.8 * torch.randn(60, generator=torch.Generator().manual_seed(1)) > 0).long()
@@ -83,6 +84,17 @@ def test_without_labels_the_cost_on_the_models_own_predictions_is_within_the_tar
         posterior.calibration *= 2**0.5
     q = predict(model, X[40:], samples=10, seed=0).probs
     assert float((p * (p.log() - q.log())).sum(-1).mean()) > 0.05
+
+
+@pytest.mark.filterwarnings("ignore:the spread of")
+def test_the_divergence_is_that_of_the_mean_from_the_samples():
+    model = trained("vi", **dict(FITTED)["vi"])
+    spreads = [p for _, p in named_posteriors(model)]
+    trial = calibration.Trial(model, spreads, [X[40:]], 10, lambda: None)
+    for factor in (1.0, 30.0):
+        found = trial.divergence(factor)
+        p, q = predict(model, X[40:], samples=0).probs, predict(model, X[40:], samples=10, seed=0).probs
+        assert found == pytest.approx(float((p * (p.log() - q.log())).sum(-1).mean()), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:the spread of")

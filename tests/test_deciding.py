@@ -11,6 +11,7 @@ from torch import nn
 from bayesify import active, bayesify, fit_laplace, metrics, predict
 from bayesify.prediction.multilabel import MultilabelPredictive
 from bayesify.prediction.predictive import ClassificationTally, Predictive
+from bayesify.prediction.regression import RegressionPredictive
 from bayesify.quality import conformal, deciding
 
 
@@ -245,6 +246,16 @@ def test_a_second_copy_adds_little():
     assert {first, first + 30} != set(active.select(doubled, 2).tolist())
     flat = active.select(doubled, 2, diverse=False)
     assert int(flat[0]) % 30 == int(flat[1]) % 30
+
+
+@pytest.mark.parametrize("shape", [(30,), (30, 2)])
+def test_information_of_a_regression_is_that_of_gaussians(shape):
+    outputs = torch.randn(400, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = torch.full(shape, 0.5, dtype=torch.float64)
+    out = RegressionPredictive(outputs.mean(0), outputs.std(0), noise, outputs, None, None, len(outputs))
+    unknown = torch.distributions.Normal(0.0, (outputs.var(0) + 0.25).sqrt()).entropy()
+    expected = unknown - torch.distributions.Normal(0.0, noise).entropy()
+    torch.testing.assert_close(active.information(out), expected if len(shape) == 1 else expected.sum(1))
 
 
 def test_selection_for_regression_and_labels_and_its_errors():

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -370,14 +371,15 @@ def test_frozen_parameters_have_no_variance():
 
 
 def test_dropout_is_off_and_modes_and_random_numbers_are_as_before():
-    model = bayesify(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double(), "la")
-    model[1].eval()
+    layers = nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.5)
+    model = bayesify(nn.Sequential(*layers).double(), "la")
+    model[3].eval()
     x, y = labelled()
     torch.manual_seed(3)
     state = torch.get_rng_state()
     fit_laplace(model, batches(x, y))
     assert torch.equal(state, torch.get_rng_state())
-    assert [m.training for m in model] == [True, False, True]
+    assert [m.training for m in model] == [True, True, True, False]
     again = [p.std.clone() for _, p in named_posteriors(model)]
     fit_laplace(model, batches(x, y, 30))
     for old, (_, posterior) in zip(again, named_posteriors(model), strict=True):
@@ -486,6 +488,12 @@ def test_mapped_priors_keep_their_ratio(trained):
     fit_laplace(model, batches(*labelled(60)), tune="marglik")
     sigs = {name: p.fitted_sig for name, p in named_posteriors(model)}
     assert sigs["2.weight"] / sigs["0.weight"] == pytest.approx(4.0)
+
+
+def test_the_typical_scale_is_the_geometric_mean_over_curved_parameters():
+    fitted = [SimpleNamespace(sig=sig, h=h) for sig, h in ((1.0, 1), (4.0, 1), (100.0, None))]
+    assert tuning.typical_sig(fitted) == pytest.approx(2.0)
+    assert tuning.typical_sig(fitted[2:]) == pytest.approx(100.0)
 
 
 def test_an_untrained_model_has_no_evidence_for_any_scale(caplog):

@@ -155,11 +155,13 @@ def test_heteroscedastic_noise_is_recovered():
     y = truth[0] + truth[1] * torch.randn(2000, 1)
     model = bayesify(nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 2)), "la", prior_sig=1.0)
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 600)
     for _ in range(600):
         optimizer.zero_grad()
         m, w = model(x).chunk(2, -1)
         (nn.functional.gaussian_nll_loss(m, y, w.exp()) + penalty(model, num_data=2000)).backward()
         optimizer.step()
+        schedule.step()
     fit_laplace(model, [(x, y)])  # found from (N, 2) outputs and (N, 1) targets
     new = torch.rand(2000, 1) * 4 - 2
     mean, std = torch.sin(2 * new), 0.1 + 0.4 * new.abs()

@@ -1,7 +1,8 @@
 """Active learning: which examples to label next.
 
 `select` takes the examples whose labels would tell most about the weights (BALD), and with `diverse=True` those that
-tell most together: the second of two alike adds little.
+tell most together: the second of two alike adds little. `features` is what a model makes of examples before its last
+layer: how far they are from all that was labelled (`metrics.feature_distance`).
 """
 
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesify.prediction.collecting import features
 from bayesify.prediction.regression import RegressionPredictive
 
-__all__ = ["information", "select"]
+__all__ = ["features", "information", "select"]
 
 
 def select(predictive: Any, k: int, diverse: bool = True) -> Tensor:

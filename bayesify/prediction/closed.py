@@ -1,6 +1,6 @@
 """One pass in mean mode that keeps what a model's last layer saw: all that a closed-form prediction needs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,30 +38,42 @@ def passed(
     device = device_of(model)
     for batch in batches:
         inputs, target = split_batch(batch)
-        with override(scopes, mode), _watching(head) as calls:
+        with override(scopes, mode), watching({"": head}) as calls:
             output = logits_of(call_model(model, to_device(inputs, device), to_device(target, device)))
-        if len(calls) != 1 or not _same(calls[0][1], output):
+        if len(calls) != 1 or not same_output(calls[0].output, output):
             raise NotLastError
-        yield Passed(calls[0][0], output, target)
+        yield Passed(calls[0].inputs, output, target)
 
 
-def _same(found: Any, output: Tensor) -> bool:
+def same_output(found: Any, output: Tensor) -> bool:
     """Tell whether a layer's output is the model's, perhaps in another precision."""
     if not isinstance(found, Tensor) or found.shape != output.shape:
         return False
     return found.data_ptr() == output.data_ptr() or torch.equal(found.to(output.dtype), output)
 
 
+class Call(NamedTuple):
+    """A call of a layer: its name, what it took first, and what it gave."""
+
+    name: str
+    inputs: Tensor
+    output: Any
+
+
 @contextmanager
-def _watching(head: nn.Module) -> Iterator[list[tuple[Tensor, Any]]]:
-    """Note the input and output of every call of a module."""
-    calls: list[tuple[Tensor, Any]] = []
+def watching(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
+    """Note every call of some layers."""
+    calls: list[Call] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.append((args[0] if args else next(iter(kwargs.values())), output))
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            calls.append(Call(name, args[0] if args else next(iter(kwargs.values())), output))
 
-    handle = head.register_forward_hook(note, with_kwargs=True)
+        return hook
+
+    handles = [layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         yield calls
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -166,7 +166,7 @@ MUTANTS = [
     *of(
         "prediction/active.py",
         "test_deciding.py",
-        ("information without its half", "torch.log1p(ratio) / 2", "torch.log1p(ratio)", "select"),
+        ("information without its half", "torch.log1p(ratio) / 2", "torch.log1p(ratio)", "information"),
         ("what is known counts again", "rest = rest - u @", "rest = rest - 0 * u @", "diverse or copy"),
         ("deviations without p", "(len(values) * scale.clamp_min(1e-30))", "len(values) * torch.ones(())", "twice"),
     ),
