@@ -12,6 +12,11 @@ early stopping, are a part of `train` that is not trained on; nothing is chosen 
     python examples/image_classification.py --data flowers --model torchvision/vit_l_32 --pretrained --method sgld \
         --hparams prior_sig=0.01,Ninflate=1e3,nd=1.0,burnin=5,thin=10 --lr 1e-4 --lr_head 1e-2 --val_heldout 0.5
 
+`--members 5` trains five models, with seeds of their own on the same split, in `member-0` to `member-4` of the output
+folder, and keeps their mixture: of plain models (`--method vanilla`) a deep ensemble.
+
+    python examples/image_classification.py --data photos --pretrained --method la --last_layer --tune --members 5
+
 The output folder gets `log.jsonl` (one line per epoch), `last.pt` (to go on after a stop: run the same command again),
 `best/` (the posterior with the lowest validation loss), `report.html`, and `result.json`, whose scores are fractions.
 """
@@ -30,7 +35,7 @@ from torchvision import datasets
 from torchvision.transforms import Compose, Resize
 from tqdm import tqdm
 
-from bayesify import SGLD, fit_laplace, load, metrics, param_groups, penalty, plots, predict, save
+from bayesify import SGLD, fit_laplace, load, metrics, mix, param_groups, penalty, plots, predict, save
 
 SCORES = ("error", "nll", "ece", "mce", "brier")
 
@@ -43,7 +48,8 @@ def parse(argv=None):
     parser.add_argument("--model", default="tf_efficientnet_lite0", help="a timm or torchvision name")
     parser.add_argument("--pretrained", action="store_true", help="prior mean and start: the weights of the hub")
     parser.add_argument("--weights", type=Path, help="the same with a weights file")
-    parser.add_argument("--method", default="vi", choices=("vanilla", "vi", "mc_dropout", "sgld", "la"))
+    parser.add_argument("--method", default="vi", choices=("vanilla", "vi", "mc_dropout", "sgld", "la", "swag"))
+    parser.add_argument("--members", type=int, default=1, help="models to train, of which the mixture is the result")
     training.add_options(parser, epochs=10, patience=5, lr=1e-3, batch_size=32, momentum=0.9, heldout=0.2)
     parser.add_argument("--lr_head", type=float, help="learning rate of the head; --lr if not given")
     parser.add_argument("--size", type=int, help="pixels per side; the model's own if not given")
@@ -53,7 +59,13 @@ def parse(argv=None):
     parser.add_argument("--tune", action="store_true", help="let Laplace choose its scale on the validation images")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images")
     parser.add_argument("--out", type=Path, default=Path("runs/images"))
-    return training.parse(parser, argv)
+    args = training.parse(parser, argv)
+    args.member = 0
+    if args.members < 1:
+        parser.error(f"--members must be at least 1, got {args.members}")
+    if args.method == "swag":  # its schedule is made for all the epochs, and its iterates come at the end
+        args.patience, args.keep = args.epochs, "last"
+    return args
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -138,11 +150,13 @@ def loaders(args, built, source, test):
 
 def build(args, classes, steps_per_epoch):
     """Return the Bayesian model with its transforms, on the GPU if there is one."""
-    torch.manual_seed(args.seed)
-    random.seed(args.seed)  # timm's transforms draw from it
+    torch.manual_seed(args.seed + args.member)
+    random.seed(args.seed + args.member)  # timm's transforms draw from it
     options = dict(args.hparams)
     if "burnin" in options:
         options["burnin"] *= steps_per_epoch
+    if args.method == "swag":
+        options.setdefault("steps", args.epochs * steps_per_epoch)
     built = create_bayesian(
         args.model, args.method, num_classes=len(classes), pretrained=args.weights or args.pretrained, **options
     )
@@ -185,13 +199,14 @@ def train(args, model, optimizer, data):
     scaler = torch.amp.GradScaler(enabled=torch.cuda.is_available())
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     history = training.resume(last, args, parts)
-    burnin = args.hparams.get("burnin", 0)  # until then an SGLD chain has no moments
+    # Until then an SGLD chain has no moments, and SWAG no mean.
+    burnin = args.epochs - 1 if args.method == "swag" else args.hparams.get("burnin", 0)
     while not training.finished(history, args):
         epoch = len(history)
         loss = train_epoch(args, model, optimizer, scaler, data["train"], epoch)
         entry = {"epoch": epoch + 1, "train_loss": loss}
         if epoch >= burnin:
-            validation = predict(model, data["val"], samples=0).scores
+            validation = predict(model, data["val"], samples=0, update_bn=statistics(args, data)).scores
             entry |= {"val_loss": validation["nll"], "val_error": validation["error"]}
             if training.is_best(entry, history):
                 save(model, args.out / "best")
@@ -204,12 +219,21 @@ def train(args, model, optimizer, data):
 # -- results --------------------------------------------------------------------------------------------------------
 
 
+def statistics(args, data):
+    """Return what BatchNorm statistics of every sample are computed from, or None where those of training fit."""
+    return data["fit"] if args.method == "swag" else None
+
+
 def evaluate(args, model, data):
-    """Score the posterior mean and the samples on the validation and test images, and write the report."""
-    samples = None if args.method != "vanilla" else 0
+    """Score the posterior mean and the samples on the validation and test images, and write the report.
+
+    The mean of a mixture is its first member.
+    """
+    samples = None if args.method != "vanilla" or args.members > 1 else 0
+    options = {"seed": args.seed, "progress": True, "update_bn": statistics(args, data)}
     out = {"val": {}, "test": {}}
     for name, count in {"mean": 0, "samples": samples}.items():
-        validation, found = (predict(model, data[p], samples=count, seed=args.seed, progress=True) for p in out)
+        validation, found = (predict(model, data[p], samples=count, **options) for p in out)
         for part, predictive in (("val", validation), ("test", found)):
             out[part][name] = {s: getattr(metrics, s)(predictive.probs, predictive.labels) for s in SCORES}
     try:
@@ -220,11 +244,8 @@ def evaluate(args, model, data):
     return out
 
 
-def run(args):
-    """Train, evaluate and write `result.json`; return it."""
-    target = args.out / "result.json"
-    if (result := training.read_result(target, args)) is not None:
-        return result
+def train_member(args):
+    """Train one model into the output folder, or load it where that was done; return it, its data and what it took."""
     args.out.mkdir(parents=True, exist_ok=True)
     source, test, classes = open_data(args)
     num_data = len(split(labels_of(source), args.val_heldout, args.seed)[0])
@@ -232,6 +253,9 @@ def run(args):
         raise SystemExit(f"{num_data} training images are less than one batch; lower --batch_size {args.batch_size}")
     built = build(args, classes, num_data // args.batch_size)
     model, data = built.model, loaders(args, built, source, test)
+    done = args.out / "trained.json"
+    if (took := training.read_result(done, args)) is not None:
+        return load(model, args.out / "best"), data, took
     history = train(args, model, make_optimizer(args, model, built.head, num_data), data)
     if args.keep == "best":
         load(model, args.out / "best")
@@ -241,15 +265,27 @@ def run(args):
     if args.update_bn is not None:
         update_bn(model, data["fit"], samples=args.update_bn, seed=args.seed, progress=True)
     save(model, args.out / "best")
+    best = training.best_of(history)
+    took = {"best_epoch": best["epoch"], "val_loss": best["val_loss"], "epochs": len(history)}
+    training.write_result(done, {"settings": training.settings_of(args), **took})
+    return model, data, took
+
+
+def run(args):
+    """Train, evaluate and write `result.json`; return it."""
+    target = args.out / "result.json"
+    if (result := training.read_result(target, args)) is not None:
+        return result
+    if args.members == 1:
+        model, data, took = train_member(args)
+    else:
+        places = [(k, args.out / f"member-{k}") for k in range(args.members)]
+        members = [train_member(argparse.Namespace(**{**vars(args), "member": k, "out": out})) for k, out in places]
+        model, data, took = mix(model for model, _, _ in members), members[0][1], {}
+        save(model, args.out / "best")
+        took["members"] = [{name: value for name, value in m[2].items() if name != "settings"} for m in members]
     images = {name: len(data[name].dataset) for name in ("train", "val", "test")}
-    result = {
-        "settings": training.settings_of(args),
-        "images": images,
-        **evaluate(args, model, data),
-        "best_epoch": training.best_of(history)["epoch"],
-        "val_loss": training.best_of(history)["val_loss"],
-        "epochs": len(history),
-    }
+    result = {**took, "settings": training.settings_of(args), "images": images, **evaluate(args, model, data)}
     training.write_result(target, result)
     return result
 

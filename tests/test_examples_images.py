@@ -22,6 +22,7 @@ METHODS = {
     "mc_dropout": "--hparams p_drop=0.2,nst=2 --schedule cosine",
     "sgld": "--hparams Ninflate=1000,burnin=1,thin=1,nst=2 --update_bn 0",
     "la": "--hparams prior_sig=0.1,nst=2 --tune --update_bn 2",
+    "swag": "--hparams nst=2",
 }
 
 
@@ -72,6 +73,31 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(root, tmp_path, monkeypatch
     assert example.run(arguments(root, tmp_path / "stopped")) == whole
 
 
+def test_members_are_trained_on_one_split_and_mixed(root, tmp_path, monkeypatch):
+    flags = "--members 3"
+    result = example.run(arguments(root, tmp_path / "whole", "vanilla", flags))
+    assert len(result["members"]) == 3
+    assert result["images"] == {"train": 16, "val": 4, "test": 8}
+    assert result["test"]["mean"] != result["test"]["samples"]
+    assert {m["val_loss"] for m in result["members"]} != {result["members"][0]["val_loss"]}
+    assert (tmp_path / "whole" / "best" / "posterior.safetensors").exists()
+    real, calls = example.train_epoch, []
+
+    def killed(*args):
+        calls.append(1)
+        if len(calls) == 4:  # in the second member
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(example, "train_epoch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        example.run(arguments(root, tmp_path / "stopped", "vanilla", flags))
+    calls.clear()
+    monkeypatch.setattr(example, "train_epoch", lambda *args: calls.append(1) or real(*args))
+    assert example.run(arguments(root, tmp_path / "stopped", "vanilla", flags)) == result
+    assert len(calls) == 3
+
+
 def test_a_finished_run_is_not_repeated_and_other_settings_are_refused(root, tmp_path, monkeypatch):
     result = example.run(arguments(root, tmp_path))
     monkeypatch.setattr(example, "open_data", None)
@@ -97,7 +123,11 @@ def test_splits_are_disjoint_and_stratified():
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--val_heldout 1.0", "must be between 0 and 1"), ("--hparams burnin=10", "burnin must be less than --epochs")],
+    [
+        ("--val_heldout 1.0", "must be between 0 and 1"),
+        ("--hparams burnin=10", "burnin must be less than --epochs"),
+        ("--members 0", "--members must be at least 1"),
+    ],
 )
 def test_flags_that_cannot_be(flags, message, capsys):
     with pytest.raises(SystemExit):
