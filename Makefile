@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint format bench bench-full bench-against bench-peers evidence reproduce zoo exactness mutants docs clean
+.PHONY: help install demo test test-floor lint format bench bench-full bench-against bench-peers evidence reproduce zoo exactness mutants docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,12 @@ demo: $(STAMP) ## Train every method on the embedded digits and compare their un
 
 test: lint ## Lint, type-check and test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+test-floor: ## Test with the oldest torch that is supported, in an environment of its own
+	$(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/python -m pip install --quiet torch==2.6.0 torchvision==0.21.0
+	.venv-floor/bin/python -m pip install --quiet --editable ".[dev]"
+	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(STAMP) ## Lint and type-check
 	$(BIN)/ruff check bayesify integrations examples tests
