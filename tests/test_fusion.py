@@ -1,5 +1,6 @@
 """Compiled loops: the numbers of plain torch operations, on any number of threads, in any process."""
 
+import math
 import os
 import subprocess
 import sys
@@ -247,3 +248,40 @@ def test_every_loop_has_files_of_its_own():
     loops += [kernels.noisy("mask", LINKS["exp"].formulas.draw, np.float32)]
     names = [loop._cache._impl.filename_base for pair in loops for loop in pair]
     assert len(set(names)) == len(names)
+
+
+def test_machine_code_of_two_processes_does_not_answer_for_each_other(tmp_path):
+    """Two processes leave a formula each on disk; a third loads both, and each must be itself."""
+    script = """
+import sys
+import torch
+from bayesify.engine import fusion
+from bayesify.engine.noise import Stream
+from bayesify.methods.vi import LINKS
+from bayesify.model.moments import _add_noise
+
+formulas = {"vi": LINKS["softplus"].formulas.draw, "la": _add_noise}
+for name in sys.argv[1:]:
+    ins, out = (torch.zeros(4), torch.full((4,), 0.1)), torch.empty(4)
+    fusion.run(formulas[name], Stream(1, 2, (4,)), ins, (out,))
+    print(round(out[0].item(), 4))
+"""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def run(*names):
+        command = [sys.executable, "-c", script, *names]
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()
+
+    (vi,), (la,) = run("vi"), run("la")
+    assert float(vi) == pytest.approx(float(la) * math.log1p(math.exp(0.1)) / 0.1, rel=1e-2)
+    assert run("vi", "la") == [vi, la]
+
+
+def test_where_names_cannot_be_its_own_nothing_is_kept(monkeypatch):
+    from numba.core.bytecode import FunctionIdentity
+
+    from bayesify.engine.naming import name_alone
+
+    monkeypatch.setattr(FunctionIdentity, "_unique_ids", iter(range(9)))
+    assert not name_alone()
+    assert next(FunctionIdentity._unique_ids) == 0

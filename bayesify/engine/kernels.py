@@ -26,7 +26,9 @@ from numba.core import types
 from numba.extending import intrinsic, overload, register_jitable
 
 from bayesify.engine import elements, noise
+from bayesify.engine.naming import name_alone
 
+KEEPS = name_alone()  # loops on disk: not where their names might be those of others
 TILE = 512  # counters at a time: their noise stays in the fastest cache
 BLOCK, HALF = noise.BLOCK, noise.HALF
 CONTRACT = frozenset({"contract"})  # x * y + z may be one instruction
@@ -354,7 +356,7 @@ def _compile(function: Callable[..., Any], tag: str, dtype: Any, *, parallel: bo
     function.__qualname__ = f"{function.__qualname__}.{own}"
     jit = partial(numba.njit, nogil=True, parallel=parallel, error_model="numpy")
     try:
-        return jit(cache=True)(function)
+        return jit(cache=KEEPS)(function)
     except RuntimeError:  # no source file, or nowhere to write
         return jit()(function)
 
