@@ -14,8 +14,6 @@ from bayesify import IVON, SGLD, bayesify, fit_laplace, mean, named_posteriors, 
 
 from . import tasks
 
-SWAG_PART = 0.4  # of the steps, at the end, whose iterates SWAG collects: at half the first learning rate
-SWAG_ITERATES = 20
 FISHER_ITEMS = 256
 
 
@@ -47,9 +45,10 @@ def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=No
     steps = per_epoch * rounds
     begin = time.process_time()
     if method != "plain":
-        bayesify(model, method, **defaults_of(method, steps), **(options or {}))
+        length = {"steps": steps} if method == "swag" else {}  # which has a schedule of its own
+        bayesify(model, method, **length, **(options or {}))
     optimizer = optimizer_of(task, model, method, lr, count, point)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(method, step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     order, first = torch.Generator().manual_seed(seed), None
     task.set_training(model)
     for _ in range(rounds):
@@ -72,27 +71,15 @@ def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=No
     return Trained(model.eval(), first, time.process_time() - begin)
 
 
-def defaults_of(method, steps):
-    """Return the options that a method has no default for, because it cannot know how long training takes."""
-    if method != "swag":
-        return {}
-    start = round((1 - SWAG_PART) * steps)
-    return {"start": start, "every": max(1, (steps - start) // SWAG_ITERATES)}
-
-
 def optimizer_of(task, model, method, lr, count, point):
     """Return the task's own optimizer, or the method's with the learning rates of SGD."""
     if method == "sgld":
         return SGLD(model, task.groups(model, task.sgd_lr * lr), num_data=count, momentum=0.9)
     if method == "ivon":
         constant = {"betas": (0.9, 1 - 1e-12)} if point else {}
-        return IVON(model, task.groups(model, task.sgd_lr * lr), num_data=count, **constant)
+        same = task.sgd_lr * lr / (1 - 0.9)  # IVON averages gradients where SGD's momentum of 0.9 sums them
+        return IVON(model, task.groups(model, same), num_data=count, **constant)
     return task.optimizer(model, bayesian=method != "plain", factor=lr)
-
-
-def rate(method, t):
-    """Return the factor on the learning rates at a fraction of training: falling to 0, for SWAG to a half."""
-    return max(1 - t / (1 - SWAG_PART) / 2, 0.5) if method == "swag" else 1 - t
 
 
 def member(task, number, **setting):
