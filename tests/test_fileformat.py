@@ -26,15 +26,22 @@ def linear(value=0.0):
 KILLED = """
 import os, signal, sys, torch
 from bayesify import bayesify, save
+from bayesify.model import fileformat
+def begin(tensors, path, metadata):
+    # As safetensors does, which writes beside the file under a name of its own.
+    (path.parent / ".tmpAbCdEf").write_bytes(b"a part")
+    os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "rename":
     os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+elif sys.argv[2] == "write":
+    fileformat.save_file = begin
 else:
     os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
 save(bayesify(torch.nn.Linear(3, 2)), sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("when", ["rename", "sync"])
+@pytest.mark.parametrize("when", ["rename", "sync", "write"])
 def test_a_later_save_cleans_up_after_a_killed_one(when, tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path, when], check=False)
     assert killed.returncode == -9
@@ -102,7 +109,7 @@ def test_only_the_temporaries_of_the_dead_are_removed(tmp_path):
         f".posterior.safetensors.{host}.{10**30}.0.partial",
     ]
     for name in kept + gone:
-        (tmp_path / name).touch()
+        (tmp_path / name).mkdir()
     os.utime(tmp_path / gone[2], (old, old))
     os.utime(tmp_path / ".somebody.partial", (old, old))
     fileformat._writing.add(kept[2])

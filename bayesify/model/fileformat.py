@@ -1,14 +1,15 @@
 """Files that are whole or not there: safetensors with a checksum, replaced by a rename.
 
-A file is written beside its place under a temporary name, down to the disk, and renamed; so is the folder's entry. The
-temporary's name tells whose it is, and the next write into the folder removes those of the dead. The checksum covers
-names, types, shapes, metadata and every byte of the tensors.
+A file is written in a temporary folder beside its place, down to the disk, and renamed; so is the folder's entry. The
+temporary's name tells whose it is, and the next write removes those of the dead, with whatever safetensors has begun in
+them. The checksum covers names, types, shapes, metadata and every byte of the tensors.
 """
 
 import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -87,19 +88,20 @@ def _write(folder: Path, files: Mapping[str, Content]) -> None:
         for name, (tensors, about) in files.items():
             temporary = temporaries[name] = folder / f".{name}.{_HOST}.{os.getpid()}.{next(_number)}.partial"
             _writing.add(temporary.name)
+            temporary.mkdir()
             own = _own_copies(tensors)
             if about.get("format") == FORMAT:
                 about = {**about, CHECKSUM: checksum(own, about)}
-            save_file(own, temporary, metadata=about)
+            save_file(own, temporary / name, metadata=about)
             del own
-            with open(temporary, "rb") as file:
+            with open(temporary / name, "rb") as file:
                 os.fsync(file.fileno())
         with _renaming(folder):
             for name, temporary in temporaries.items():
-                os.replace(temporary, folder / name)
+                os.replace(temporary / name, folder / name)
     finally:
         for temporary in temporaries.values():
-            temporary.unlink(missing_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             _writing.discard(temporary.name)
 
 
@@ -125,11 +127,11 @@ def remove_stale(folder: Path) -> None:
     """Remove the temporaries of writers that are dead."""
     for path in folder.glob(".*.partial"):
         if _is_stale(path):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_stale(path: Path) -> bool:
-    """Tell whether a file is a temporary of ours that nobody writes any more."""
+    """Tell whether this is a temporary of ours that nobody writes any more."""
     owner = _TEMPORARY.fullmatch(path.name)
     if owner is None or path.name in _writing:
         return False
