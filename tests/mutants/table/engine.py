@@ -109,7 +109,12 @@ MUTANTS = [
             "            pass",
             "disk or crash",
         ),
-        ("the dead's temporaries stay", "            path.unlink(missing_ok=True)", "            pass", "cleans_up"),
+        (
+            "the dead's temporaries stay",
+            "            shutil.rmtree(path, ignore_errors=True)",
+            "            pass",
+            "cleans_up",
+        ),
         ("those of the living are removed", "not _is_alive(pid)", "True", "of_the_dead"),
         ("the checksum without shapes", "list(t.shape), crc]", "[], crc]", "checksum"),
         ("the checksum without types", "[str(t.dtype), list", "['', list", "checksum"),
