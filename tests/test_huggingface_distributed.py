@@ -1,19 +1,22 @@
 """BayesTrainer on two processes: the same step as on one."""
 
 import os
-import socket
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
+import pytest
+import ranks
 import torch
 from bayesify.integrations.huggingface import BayesTrainer
 from huggingface_zoo import BY_NAME, TEXT
+from ranks import posterior_of
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 from bayesify import bayesify as make_bayesian
 
-RANKS = 2
+EXAMPLE = Path(__file__).parent.parent / "examples" / "with_trainer.py"
+METHODS = ["vi", "mc_dropout", "sgld", "la", "swag", "ivon", "vanilla"]
 
 
 def rows(kind):
@@ -72,30 +75,31 @@ def on_every_rank(folder):
         found = step(kind, Path(folder) / kind, batch=2, steps=2)
         if int(os.environ["RANK"]) == 0:
             torch.save(found, Path(folder) / f"{kind}.pt")
+    for method in METHODS:
+        sys.argv = ["with_trainer.py", method, str(Path(folder) / method)]
+        model = runpy.run_path(str(EXAMPLE))["model"]
+        torch.save(posterior_of(model), Path(folder) / f"{method} {os.environ['RANK']}.pt")
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_take_the_step_of_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-    code = f"import test_huggingface_distributed as t; t.on_every_rank({str(tmp_path)!r})"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code],
-            cwd=Path(__file__).parent,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trainer")
+    assert ranks.run(__file__, "on_every_rank", folder, timeout=300) == [0] * ranks.RANKS
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_ends_with_one_posterior_on_all_ranks(folder, method):
+    one, two = (torch.load(folder / f"{method} {rank}.pt") for rank in range(ranks.RANKS))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert (folder / method / "posterior.safetensors").exists()
+    assert method == "vanilla" or any(bool((value > 0).any()) for name, value in one.items() if name.endswith(".std"))
+
+
+def test_two_processes_take_the_step_of_one(folder):
     for kind in ("classifier", "texts"):
-        together = torch.load(tmp_path / f"{kind}.pt")
-        alone = step(kind, tmp_path / "alone", batch=8, steps=1)
+        together = torch.load(folder / f"{kind}.pt")
+        alone = step(kind, folder / "alone", batch=8, steps=1)
         torch.testing.assert_close(together["weights"], alone["weights"], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(together["scores"], alone["scores"], rtol=1e-4, atol=1e-5)
