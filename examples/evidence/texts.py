@@ -37,11 +37,11 @@ class Sentences(Task):
 
     name = "sentences"
     about = (
-        "1,000 sentences of SST-2 of at most 24 tokens, MiniLM, the uppermost layer and the head trained; 500 test "
-        "sentences, 150 of them with typos as shift; OOD: 150 questions of TREC"
+        "1,000 sentences of SST-2 of at most 20 tokens, MiniLM, the uppermost layer and the head trained; 400 test "
+        "sentences, 100 of them with typos as shift; OOD: 100 questions of TREC"
     )
     epochs, batch, lr, sgd_lr = 4, 16, 2e-4, 0.02
-    count, tested, few, classes, length, first = 1000, 500, 150, 2, 24, 5
+    count, tested, few, classes, length, first = 1000, 400, 100, 2, 20, 5
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -134,10 +134,10 @@ class Questions(Sentences):
 
     name = "trec"
     about = (
-        "1,000 questions of TREC in six classes and otherwise as sentences, with all 500 test questions; OOD: 150 "
+        "1,000 questions of TREC in six classes and otherwise as sentences, with all 500 test questions; OOD: 100 "
         "sentences of SST-2"
     )
-    classes = 6
+    classes, tested = 6, 500
 
     @staticmethod
     def known(part):
