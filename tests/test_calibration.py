@@ -23,7 +23,7 @@ from bayesify import (
     summary,
 )
 from bayesify.model.seeds import draw_seeds
-from bayesify.prediction import calibration
+from bayesify.prediction import calibration, likelihoods
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] + 0.8 * torch.randn(60, generator=torch.Generator().manual_seed(1)) > 0).long()
@@ -152,6 +152,23 @@ def test_a_regression_is_calibrated_by_its_gaussian():
     target = X @ torch.tensor([[1.0], [0.3], [0.0], [0.0]])
     calibrate(model, [(X, target)], progress=False)
     assert q.calibration > 1
+
+
+@pytest.mark.filterwarnings("ignore:the spread of")
+@pytest.mark.parametrize("likelihood", ["multilabel", "heteroscedastic", "regression"])
+def test_the_likelihood_can_be_named_where_labels_leave_a_choice(likelihood):
+    model = trained("vi", **dict(FITTED)["vi"])
+    labels = torch.rand(20, 1 if likelihood == "heteroscedastic" else 2, generator=torch.Generator().manual_seed(0))
+    if likelihood != "heteroscedastic":
+        with pytest.raises(ValueError, match="give likelihood=: 'regression'"):
+            calibrate(model, [(X[40:], labels)], progress=False)
+    calibrate(model, [(X[40:], labels)], samples=4, likelihood=likelihood, progress=False)
+    spreads = [p for _, p in named_posteriors(model)]
+    factor = spreads[0].calibration
+    given = likelihoods.likelihood_of(likelihood)
+    trial = calibration.Trial(model, spreads, [(X[40:], labels)], 4, lambda: None, given)
+    best = trial.nll(trial.outputs(factor)) if factor else trial.nll(trial.point)
+    assert all(best <= trial.nll(trial.outputs(f)) + 1e-3 for f in calibration.FACTORS)
 
 
 def test_it_says_when_samples_are_of_no_use(caplog):

@@ -5,6 +5,7 @@ small for data that the model has not seen. The factor is the posterior's own fr
 files.
 """
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from bayesify.model.posteriors import Posterior
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import check_module, scopes_of
 from bayesify.prediction.batches import is_one_batch
-from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood
+from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.predicting import predict
 from bayesify.quality.temperature import TemperatureError, fit_temperature
 
@@ -34,7 +35,15 @@ HOPELESS = 0.3  # nats above the best so far, from where larger factors are not 
 GAIN = 1e-3  # nats that count as a difference
 
 
-def calibrate(model: M, data: Any, *, target: float | None = None, samples: int = 10, progress: bool = True) -> M:
+def calibrate(
+    model: M,
+    data: Any,
+    *,
+    target: float | None = None,
+    samples: int = 10,
+    likelihood: Any = None,
+    progress: bool = True,
+) -> M:
     """Find one factor on the posterior's spread, by what it does to predictions.
 
     With labels it is the factor with the lowest NLL of the sampled prediction. Without labels, or with `target`, it is
@@ -48,6 +57,7 @@ def calibrate(model: M, data: Any, *, target: float | None = None, samples: int 
         data: Batches that training has not seen: a held-out part of the training data, with labels if there are any.
         target: The tolerance in nats for data whose labels are absent or not to be used; 0.1 by default.
         samples: How many posterior samples each candidate is judged by.
+        likelihood: What the labels are, as in `fit_laplace`; None finds it, where outputs and labels leave no choice.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -73,11 +83,12 @@ def calibrate(model: M, data: Any, *, target: float | None = None, samples: int 
         raise ValueError(f"target must be a positive number of nats, got {target!r}")
     if not is_whole(samples) or samples < 2:
         raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer say more about themselves")
+    given = likelihood_of(likelihood)
     before = [p.calibration for p in posteriors]
     data = [data] if is_one_batch(data) else list(data) if isinstance(data, Iterator) else data
     try:
         with tqdm(desc="calibrate", unit="candidate", disable=not progress) as bar:
-            trial = Trial(model, posteriors, data, samples, bar.update)
+            trial = Trial(model, posteriors, data, samples, bar.update, copy.copy(given))
             if trial.labels is None or target is not None:
                 factor = _largest_within(trial.divergence, TARGET if target is None else target)
             else:
@@ -95,7 +106,13 @@ class Trial:
     """Candidates on one set of data, each judged by the same draws."""
 
     def __init__(
-        self, model: nn.Module, posteriors: Sequence[Posterior], data: Any, samples: int, tick: Callable[[], Any]
+        self,
+        model: nn.Module,
+        posteriors: Sequence[Posterior],
+        data: Any,
+        samples: int,
+        tick: Callable[[], Any],
+        likelihood: Likelihood | None = None,
     ) -> None:
         self.model, self.posteriors, self.data, self.tick = model, posteriors, data, tick
         members = member_count(model)
@@ -103,9 +120,9 @@ class Trial:
         point = predict(model, data, samples=0, task="regression")  # outputs as they are, whatever the task
         assert point.outputs is not None
         self.point, self.labels = point.outputs, point.labels
-        self.likelihood: Likelihood = (
-            Classification() if self.labels is None else found_likelihood(self.point[0], self.labels)
-        )
+        if likelihood is None:
+            likelihood = Classification() if self.labels is None else found_likelihood(self.point[0], self.labels)
+        self.likelihood = likelihood
         if self.labels is None and (self.point.dim() < 3 or self.point.shape[-1] < 2):
             raise ValueError(
                 "without labels calibrate needs class probabilities, and these outputs are none; give labels"
