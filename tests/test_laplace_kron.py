@@ -204,12 +204,12 @@ class Turned(nn.Module):
 
 def test_a_weight_of_inputs_by_outputs_is_the_transpose():
     torch.manual_seed(0)
-    turned = bayesify(Turned().double(), "la")
+    turned = bayesify(Turned().double(), "la", prior_sig=1.0)
     plain = nn.Linear(4, 3).double()
     with torch.no_grad():
         plain.weight.copy_(turned.weight.T)
         plain.bias.copy_(turned.bias)
-    bayesify(plain, "la")
+    bayesify(plain, "la", prior_sig=1.0)
     x, y = data(12)
     for model in (turned, plain):
         fit_laplace(model, batches(x, y), structure="kron")

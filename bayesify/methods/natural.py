@@ -12,12 +12,13 @@ which is as exact as the sum is. Everything is read from the gradients that an o
 accumulation and averaging over processes.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bayesify.engine import elements, fusion
 from bayesify.model.shards import part_of
 
 if TYPE_CHECKING:
@@ -75,20 +76,72 @@ def _terms(posterior: "VIPosterior") -> Terms:
 
 
 def _observed(posterior: "VIPosterior") -> tuple[Tensor, Tensor]:
-    """Return this step's cost of the noise, sum g eps s, and its power, sum (g s)^2."""
+    """Return this step's cost of the noise, sum g eps s, and its power, sum (g s)^2: in one pass where that can be."""
+    center, ins, dtype = posterior.center, _tensors(posterior), posterior.cost.dtype
+    if posterior.fixed_row is None and fusion.fused(*ins):
+        numbers = (*_numbers(posterior), *center.numbers)
+        sums = fusion.total(posterior.formulas.observe[center.given], ins, numbers)
+        return torch.tensor(sums[0], dtype=dtype), torch.tensor(sums[1], dtype=dtype)
     terms, grad = _terms(posterior), posterior.rho.grad
     assert grad is not None
     cost = terms.unit.mul_(grad).sub_(terms.prior, alpha=posterior.penalty_scale)
     if posterior.fixed_row is not None:
         cost[posterior.fixed_row], terms.square[posterior.fixed_row] = 0, 0
-    return cost.sum(dtype=posterior.cost.dtype), terms.square.sum(dtype=posterior.power.dtype)
+    return cost.sum(dtype=dtype), terms.square.sum(dtype=dtype)
 
 
 def _replace(posterior: "VIPosterior", scale: float) -> None:
     """Write the natural gradient, r (g s)^2/kappa + s^2/sigma^2 - 1, bounded."""
-    terms, grad = _terms(posterior), posterior.rho.grad
+    grad, center, ins = posterior.rho.grad, posterior.center, _tensors(posterior)
     assert grad is not None
+    if posterior.fixed_row is None and fusion.fused(*ins):
+        numbers = (*_numbers(posterior), scale / posterior.penalty_scale, *center.numbers)
+        fusion.run_plain(posterior.formulas.natural[center.given], ins, (grad,), numbers)
+        torch.autograd.graph.increment_version(grad)
+        return
+    terms = _terms(posterior)
     natural = terms.square.mul_(scale / posterior.penalty_scale).add_(terms.prior).clamp_(max=LARGEST)
     grad.copy_(natural.mul_(terms.unit))
     if posterior.fixed_row is not None:
         grad[posterior.fixed_row] = 0
+
+
+def _tensors(posterior: "VIPosterior") -> tuple[Tensor, ...]:
+    """Return what the formulas of one element read: the gradients of rho and m, rho, m and a prior mean."""
+    grads = posterior.rho.grad, posterior.original.grad
+    assert grads[0] is not None
+    assert grads[1] is not None
+    return (grads[0], grads[1], posterior.rho, posterior.original, *posterior.center.tensors)
+
+
+def _numbers(posterior: "VIPosterior") -> tuple[float, float]:
+    return posterior.penalty_scale, posterior.precision
+
+
+def natural_formulas(std: Callable[..., Any], slope: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """Return the makers of the formulas of `_observed` and `_replace` for one element, for a link s = std(rho).
+
+    The numbers are kappa and 1/sigma^2, for the latter r/kappa too, and the prior mean where it is one.
+    """
+
+    def make_observe(center: Callable[..., Any]) -> Callable[..., Any]:
+        def observe(i: Any, ins: Any, par: Any) -> Any:
+            rho = ins[2][i]
+            s = std(rho)
+            g = (ins[1][i] - par[0] * par[1] * (ins[3][i] - center(i, ins, par))) * s
+            return ins[0][i] * s / slope(rho, s) - par[0] * (s * s * par[1] - elements.ONE), g * g, elements.ZERO
+
+        return observe
+
+    def make_natural(center: Callable[..., Any]) -> Callable[..., Any]:
+        def natural(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
+            rho = ins[2][i]
+            s = std(rho)
+            g = (ins[1][i] - par[0] * par[1] * (ins[3][i] - center(i, ins, par))) * s
+            step = par[2] * (g * g) + s * s * par[1] - elements.ONE
+            most = elements.like(LARGEST, rho)
+            outs[0][i] = (most if step > most else step) * (s / slope(rho, s))
+
+        return natural
+
+    return make_observe, make_natural

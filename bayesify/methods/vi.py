@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify.engine import elements, fusion
-from bayesify.methods.natural import RATE, natural_gradients
+from bayesify.methods.natural import RATE, natural_formulas, natural_gradients
 from bayesify.model.method import Tempered
 from bayesify.model.posteriors import Posterior, Prior
 from bayesify.model.quadratics import (
@@ -49,11 +49,13 @@ class Link(NamedTuple):
 
 
 class Formulas(NamedTuple):
-    """What is done with one element, in one pass; `pull` and `terms` for either kind of prior mean."""
+    """What is done with one element, in one pass; all but `draw` for either kind of prior mean."""
 
     draw: Callable[..., Any]
     pull: tuple[Callable[..., Any], ...]
     terms: tuple[Callable[..., Any], ...]
+    observe: tuple[Callable[..., Any], ...]
+    natural: tuple[Callable[..., Any], ...]
 
 
 def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Callable[..., Any]) -> Formulas:
@@ -79,7 +81,8 @@ def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Calla
 
         return terms
 
-    return Formulas(draw, by_center(make_pull), by_center(make_terms))
+    observe, natural = natural_formulas(std, slope)
+    return Formulas(draw, by_center(make_pull), by_center(make_terms), by_center(observe), by_center(natural))
 
 
 def _clamp(rho: Tensor) -> Tensor:
@@ -237,6 +240,11 @@ class VIPosterior(Posterior):
         self.rate = RATE
         for name in ("cost", "power"):
             self.register_buffer(name, torch.zeros((), dtype=self.rho.dtype, device=self.rho.device))
+
+    @property
+    def formulas(self) -> Formulas:
+        """The formulas of one element of its link."""
+        return LINKS[self.link].formulas
 
     def spread_and_unit(self) -> tuple[Tensor, Tensor]:
         """Return s and d rho / d log s = s/g'(rho)."""

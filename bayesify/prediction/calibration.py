@@ -31,7 +31,7 @@ M = TypeVar("M", bound=nn.Module)
 TARGET = 0.1  # nats that the spread may cost on the model's own predictions
 FACTORS = tuple(2.0**k for k in range(-4, 8))
 FINE = 2**0.25  # the last refinement's step
-HOPELESS = 0.3  # nats above the best so far, from where larger factors are not tried
+HOPELESS = 0.1  # nats above the best so far, from where larger factors are not tried
 GAIN = 1e-3  # nats that count as a difference
 
 
@@ -160,7 +160,7 @@ def _mean(values: Tensor) -> float:
 
 
 def _best(trial: Trial) -> float:
-    """Return the factor with the lowest NLL: the best of a grid, then refined; 0 where the mean does as well."""
+    """Return the factor with the lowest NLL: by doubling and halving, then refined; 0 where the mean does as well."""
     point = trial.nll(trial.point)
     tried: dict[float, float] = {}
 
@@ -169,9 +169,13 @@ def _best(trial: Trial) -> float:
             tried[factor] = trial.nll(trial.outputs(factor))
         return tried[factor]
 
-    for factor in FACTORS:
+    for factor in (f for f in FACTORS if f >= 1):
         if not nll(factor) <= min(tried.values()) + HOPELESS:
             break
+    for factor in reversed([f for f in FACTORS if f < 1]):
+        if min(tried, key=nll) != 2 * factor:
+            break  # it rises on the way down already
+        nll(factor)
     for step in (FINE**2, FINE):
         best = min(tried, key=nll)
         for factor in (best / step, best * step):

@@ -39,7 +39,7 @@ class IVON(torch.optim.Optimizer):
         lr: A learning rate as for SGD, or groups of `param_groups`.
         num_data: The size of the training set.
         betas: b1, and b2 or None: 1 - b2 is then at most 0.01, and so small that the scatter of h^ in the first steps
-            adds no more than a tenth to h by its square.
+            adds no more than a tenth to h by its square, in any tensor.
         clip: The largest change of an element in units of lr, or None.
 
     Example:
@@ -138,13 +138,14 @@ class IVON(torch.optim.Optimizer):
             s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
             cost += float((grad * eps * s).sum(dtype=wide(s)))
             units += float((s / posterior.prior_sig).square().sum(dtype=wide(s)))
-            scatter += float((grad * eps / s * posterior.prior_sig**2).square().sum(dtype=wide(s)))
+            # The widest tensor decides: where estimates scatter most, their square would stop the mean.
+            scatter = max(scatter, float((grad * eps / s * posterior.prior_sig**2).square().mean(dtype=wide(s))))
             count += grad.numel()
         cost, units, scatter, count = _over_shards(self._own[0][0], cost, units, scatter, count)
         if not count:
             return
         run["costs"] = [*run["costs"], cost / units]
-        run["scatter"] += scatter / count / WARM
+        run["scatter"] += scatter / WARM
         if run["step"] < WARM:
             return
         costs = torch.tensor(run["costs"], dtype=torch.float64)

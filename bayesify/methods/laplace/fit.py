@@ -9,7 +9,7 @@ from torch import nn
 
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.passes import Pass
-from bayesify.methods.laplace.tuning import CHOICES, SELF_EXAMPLES, Fitted, choose
+from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPLES, Fitted, choose
 from bayesify.model.selection import Candidate, Patterns, select
 from bayesify.model.wrapping import check_num_data, plain_name, scopes_of
 from bayesify.prediction.likelihoods import Classification, Likelihood, Loss, Regression, likelihood_of
@@ -88,7 +88,8 @@ def fit_laplace(
     else:
         kron = structure == "kron"
         run = Pass(model, chosen, given, ggn=kron or curvature == "ggn", kron=kron)
-        first = run.over(loader, SELF_EXAMPLES if tune == "self" else 0, progress=progress)
+        looked = BOUND_EXAMPLES if tune is None else SELF_EXAMPLES if tune == "self" else 0
+        first = run.over(loader, looked, progress=progress)
         fitted, found = run.fitted(methods, num_data)
     _store(model, fitted, tune, found, first, progress=progress)
     noise_var = found.noise_var if isinstance(found, Regression) else None

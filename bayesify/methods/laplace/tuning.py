@@ -19,6 +19,7 @@ from bayesify.methods.laplace.method import LaplacePosterior
 from bayesify.model import ranks
 from bayesify.model.evaluating import evaluation
 from bayesify.model.quadratics import deviation, wide
+from bayesify.model.scales import TOLERANCE
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.batches import is_one_batch
 from bayesify.prediction.closed import NotLastError, passed
@@ -37,6 +38,8 @@ LEAST_SAMPLES = 5  # fewer say more about themselves than about the prior
 HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
 DOSE = 0.1  # nats that tune="self" may cost on the model's own predictions
 SELF_EXAMPLES = 2048  # training inputs that it looks at
+BOUND_EXAMPLES = 256  # training inputs on which an untuned spread must do no harm
+BOUND_RANGE = (-4.0, 0.0)  # powers of ten of its factor
 NO_LABELS = "tune= needs data with labels, got inputs alone; pass batches of (inputs, labels), or tune='self'"
 
 
@@ -77,7 +80,7 @@ def choose(
         progress: Whether to show a progress bar.
     """
     if tune is None:
-        return 1.0, ""
+        return bounded(fitted, model, first), ""
     if tune == "marglik":
         return by_evidence(fitted), "evidence"
     if tune == "self":
@@ -270,6 +273,37 @@ def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -
         low, high = (middle, high) if cost(middle) <= DOSE else (low, middle)
     logger.info("prior_sig %.4g costs %.3g nats on the model's own predictions (was %.4g)", 10**low, cost(low), base)
     return 10**low / base
+
+
+def bounded(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -> float:
+    """Return the largest factor of prior_sig, at most 1, with which samples cost no more than `TOLERANCE` nats.
+
+    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on training inputs. A
+    network that fits its training data exactly has little curvature there, and then the spread is the prior's. One
+    whose priors were given as numbers, or whose prediction is a closed form, is left as it is.
+    """
+    relative = all(f.posterior.relative for f in fitted if f.h is not None)
+    if not data or not relative or Cached.of(model, fitted, data[:1]) is not None:
+        return 1.0
+    samples = max(LEAST_SAMPLES, *(scope.method.nst for scope in scopes_of(model)))
+    outputs = predict(model, data, samples=0, task="regression").outputs
+    assert outputs is not None
+    if outputs.dim() < 3 or outputs.shape[-1] < 2:
+        return 1.0  # no class probabilities
+    log_p = torch.log_softmax(outputs[0].double(), -1)
+
+    def cost(power: float) -> float:
+        _spread(fitted, 10**power)
+        drawn = predict(model, data, samples=samples, seed=0, task="regression").outputs
+        assert drawn is not None
+        log_q = torch.logsumexp(torch.log_softmax(drawn.double(), -1), 0) - math.log(samples)
+        value = (log_p.exp() * (log_p - log_q)).sum(-1)
+        return _over_ranks(float(value.sum()), value.numel())
+
+    power = next((p for p in reversed(_grid(BOUND_RANGE, FINE)) if cost(p) <= TOLERANCE), BOUND_RANGE[0])
+    if power < 0:
+        logger.info("prior scales times %.3g: samples cost %g nats on training inputs", 10**power, TOLERANCE)
+    return 10**power
 
 
 def _spread(fitted: Sequence[Fitted], factor: float) -> None:
