@@ -16,6 +16,7 @@ from bayesify.prediction.regression import RegressionPredictive
 HERE = Path(__file__).parent
 INTEGRATIONS = ("huggingface", "vision", "sklearn")
 SCIKIT_LEARNS = "set_score_request, set_predict_request, set_fit_request"  # it adds these to every estimator
+FIRST = ("bayesify", "predict", "penalty", "param_groups", "fit_laplace", "calibrate", "summary", "save", "load", "mix")
 RETURNED = (Predictive, RegressionPredictive, MultilabelPredictive)
 
 project = "bayesify"
@@ -24,6 +25,8 @@ release = version = bayesify.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 exclude_patterns = ["results"]
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 html_theme = "furo"
 html_show_copyright = False
 html_title = f"bayesify {release}"
@@ -39,7 +42,8 @@ suppress_warnings = ["myst.strikethrough"]
 
 def reference() -> str:
     """Return the page of the API reference, from what the package says is public."""
-    names = [(name, getattr(bayesify, name)) for name in bayesify.__all__]
+    order = [*FIRST, *(name for name in bayesify.__all__ if name not in FIRST)]
+    names = [(name, getattr(bayesify, name)) for name in order]
     parts = ["# API reference", "Every public name, from its docstring.", "## Functions and classes"]
     parts += [_directive(f"bayesify.{name}", value) for name, value in names if not isinstance(value, types.ModuleType)]
     parts += ["## What `predict` returns"]
