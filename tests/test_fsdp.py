@@ -1,6 +1,5 @@
 """FSDP2 on two processes, with its default resharding: what one process gets, of state that is cut in two."""
 
-import copy
 import os
 import weakref
 from functools import cache
@@ -115,7 +114,7 @@ def own_draws() -> dict:
 def resumed(kind: str, folder: str) -> dict:
     """Six steps at once, and three with a distributed checkpoint after them, which a new model goes on from."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
     found = []
     for stops in (False, True):
@@ -126,15 +125,17 @@ def resumed(kind: str, folder: str) -> dict:
         for number in range(6):
             if stops and number == 3:
                 place, generator = Path(folder) / f"dcp {kind}", torch.get_rng_state()
-                dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=place)
-                old = copy.deepcopy(optimizer.state_dict())
+                kept = get_state_dict(model, optimizer)
+                dcp.save({"model": kept[0], "optimizer": kept[1]}, checkpoint_id=place)
                 torch.manual_seed(5)
                 model = shard(build(kind)).train()
                 optimizer = optimizer_of(model, kind)
-                state = {"model": get_model_state_dict(model)}
+                room = get_state_dict(model, optimizer)
+                state = {"model": room[0], "optimizer": room[1]}
                 dcp.load(state, checkpoint_id=place)
-                set_model_state_dict(model, state["model"])
-                optimizer.load_state_dict(old)
+                options = StateDictOptions(strict=False)  # SGD without momentum has no state
+                found_states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+                set_state_dict(model, optimizer, **found_states, options=options)
                 torch.set_rng_state(generator)
             step(model, optimizer, number)
         found.append(posterior_of(model))

@@ -121,7 +121,7 @@ def test_the_defaults_find_a_curvature_and_train():
         (loss + penalty(model, 40)).backward()
         optimizer.step()
     assert losses[-1] < losses[0] - 0.1
-    run = optimizer.state["run"]
+    run = optimizer.param_groups[0]["run"]
     assert 0.99 <= run["keep"] < 1
     assert all(q.h.min() >= 0 for _, q in named_posteriors(model))
 

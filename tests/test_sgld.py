@@ -68,7 +68,7 @@ def test_the_moments_are_those_of_the_exact_posterior(momentum, inflate):
 @pytest.mark.parametrize("momentum", [0.0, 0.7])
 def test_the_step_is_the_formula(momentum):
     model, chain = chained(momentum=momentum, lr=0.05, Ninflate=2.0, nd=0.5)
-    seed = chain.state_dict()["state"]["chain"]["seed"]
+    seed = chain.state_dict()["param_groups"][0]["chain"]["seed"]
     params = dict(named_posteriors(model))
     expected = {name: p.original.detach().clone() for name, p in params.items()}
     velocity = {name: torch.zeros_like(t) for name, t in expected.items()}
@@ -282,9 +282,9 @@ def test_a_chain_goes_on_in_another_process_as_if_never_stopped(tmp_path, stop):
     weights, state = torch.load(tmp_path / "after.pt")
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items())
-    own = chain.state_dict()["state"]
-    assert own["chain"] == state["state"]["chain"]
-    assert all(torch.equal(own[i]["velocity"], state["state"][i]["velocity"]) for i in own if i != "chain")
+    own = chain.state_dict()
+    assert own["param_groups"][0]["chain"] == state["param_groups"][0]["chain"]
+    assert all(torch.equal(v["velocity"], state["state"][i]["velocity"]) for i, v in own["state"].items())
 
 
 def test_moments_survive_state_dicts_copies_and_load(tmp_path):
@@ -318,7 +318,7 @@ def test_a_state_dict_is_not_changed_by_later_steps():
     x, y = linear_gaussian(3, 2)
     saved = chain.state_dict()
     run(model, chain, x, y, 2)
-    assert saved["state"]["chain"]["step"] == 0
+    assert saved["param_groups"][0]["chain"]["step"] == 0
 
 
 def test_a_wrapper_is_as_good_as_the_model():
@@ -409,7 +409,7 @@ def test_replicas_share_the_seed():
     try:
         model = nn.parallel.DistributedDataParallel(bayesify(nn.Linear(3, 2), "sgld"))
         torch.manual_seed(0)
-        seed = SGLD(model, 0.1, num_data=10).state_dict()["state"]["chain"]["seed"]
+        seed = SGLD(model, 0.1, num_data=10).state_dict()["param_groups"][0]["chain"]["seed"]
         torch.manual_seed(0)
         assert seed == noises.global_seed()
     finally:

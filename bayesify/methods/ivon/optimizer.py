@@ -81,18 +81,19 @@ class IVON(torch.optim.Optimizer):
             with torch.no_grad(), on_shard(posterior) as own:
                 own.begin(1 / scope.method.scale(num_data))
         run = {"seed": shared_seed(), "step": 0, "costs": [], "scatter": 0.0, "keep": second}
-        self.state[RUN] = run  # type: ignore[index]
+        # In a group, and not in the state: distributed checkpoints take the state's keys for parameters.
+        self.param_groups[0][RUN] = run
         self._announce()
 
     def _announce(self) -> None:
         """Tell the models which theta the next step is taken at."""
-        run: dict[str, Any] = self.state[RUN]  # type: ignore[index]
+        run: dict[str, Any] = self.param_groups[0][RUN]
         for i, scope in enumerate(self._scopes):
             scope.step_seed = (noises.mix(run["seed"], i) + run["step"]) % 2**63
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a run: its seed, its step and its momentum."""
-        if RUN not in state_dict["state"]:
+        if RUN not in state_dict["param_groups"][0]:
             raise ValueError("this is not the state of an IVON run; give what IVON.state_dict() returned")
         super().load_state_dict(state_dict)
         self._announce()
@@ -112,7 +113,8 @@ class IVON(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        run: dict[str, Any] = {**self.state[RUN], "step": self.state[RUN]["step"] + 1}  # type: ignore[index]
+        before: dict[str, Any] = self.param_groups[0][RUN]
+        run: dict[str, Any] = {**before, "step": before["step"] + 1}
         own = {id(p.original): (p, scope) for p, scope in self._own}
         if run["step"] <= WARM and self.second is None:
             self._look(run)
@@ -121,7 +123,7 @@ class IVON(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     self._move(param, group, run["step"], rate, *own.get(id(param), (None, None)))
-        self.state[RUN] = run  # type: ignore[index]
+        self.param_groups[0][RUN] = run
         self._announce()
         return loss
 

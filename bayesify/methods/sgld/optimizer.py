@@ -82,7 +82,8 @@ class SGLD(torch.optim.Optimizer):
         else:
             groups, defaults = [{"params": list(model.parameters())}], {"lr": lr, "momentum": momentum}
         super().__init__(groups, defaults)
-        self.state[CHAIN] = {"seed": shared_seed(), "step": 0}  # type: ignore[index]
+        # In a group, and not in the state: distributed checkpoints take the state's keys for parameters.
+        self.param_groups[0][CHAIN] = {"seed": shared_seed(), "step": 0}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after a look at its numbers."""
@@ -97,7 +98,7 @@ class SGLD(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a chain: its seed, its step and its momentum."""
-        if CHAIN not in state_dict["state"]:
+        if CHAIN not in state_dict["param_groups"][0]:
             raise ValueError("this is not the state of an SGLD chain; give what SGLD.state_dict() returned")
         super().load_state_dict(state_dict)
 
@@ -116,8 +117,8 @@ class SGLD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before: dict[str, int] = self.state[CHAIN]  # type: ignore[index]
-        chain = self.state[CHAIN] = {**before, "step": before["step"] + 1}  # type: ignore[index]
+        before: dict[str, int] = self.param_groups[0][CHAIN]
+        chain = self.param_groups[0][CHAIN] = {**before, "step": before["step"] + 1}
         sampled = {id(s.posterior.original): s for s in self._sampled}
         moves = [
             self._move(param, group["lr"], group["momentum"], sampled.get(id(param)), chain)
