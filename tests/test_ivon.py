@@ -36,7 +36,7 @@ def test_a_step_is_its_formula():
     start, g = {n: float(v.mean()) for n, v in h.items()}, {n: torch.zeros_like(v) for n, v in m.items()}
     delta = 1 / (lam * 0.25)
     for t in range(1, 4):
-        eps = {n: q.noise_of(model._bayesify_scope.step_seed) for n, q in qs.items()}
+        eps = {n: q.noise_of(model._bayesify_scope.step_draw.seed) for n, q in qs.items()}
         s = {n: (lam * (h[n] + delta)).rsqrt() for n in qs}
         theta = {n: (m[n] + s[n] * eps[n]).requires_grad_() for n in qs}
         plain = net()

@@ -29,8 +29,8 @@ def test_the_natural_gradient_is_its_formula():
     with sample(model, seed=0):
         pass
     kappa = model._bayesify_scope.method.scale(100)
+    model._bayesify_scope.penalty_scale = kappa
     for name, q in named_posteriors(model):
-        q.penalty_scale = kappa
         q.original.grad, q.rho.grad = (g.clone() for g in data[name])
         q.rho.grad += kappa * (q.std**2 / q.prior_sig**2 - 1) / (q.std / torch.sigmoid(q.rho.detach()))
     before = {n: q.rho.detach().clone() for n, q in named_posteriors(model)}

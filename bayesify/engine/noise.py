@@ -2,7 +2,8 @@
 
 Neither the reading order, nor the number of threads, nor the device, nor a cut into shards changes a number. The
 definition is the one below, in integer operations that any device runs; `bayesify.engine.kernels` computes the same
-numbers, to rounding, where a loop over a CPU's memory is faster.
+numbers, to rounding, where a loop over a CPU's memory is faster. For compilers it is one operation, `bayesify::noise`,
+of a seed and a key that are tensors: one graph serves every draw, and every tensor of one shape.
 
 The generator is Threefry-2x32 with 13 rounds (Salmon et al. 2011): a bijection of 64-bit counters for every 64-bit key.
 Elements come in blocks of 8192; elements r and r + 4096 of a block share a counter, one takes its first word (or the
@@ -77,6 +78,11 @@ def threefry(key: tuple[Any, Any], x: tuple[Any, Any], rounds: int = 13) -> tupl
     return x0, x1
 
 
+def signed(number: int) -> int:
+    """Return the number between -2^63 and 2^63 with the same 64 bits, which a tensor can hold."""
+    return (number & MASK64) - ((number & (1 << 63)) << 1)
+
+
 def words_of(number: Any) -> tuple[Any, Any]:
     """Cut 64 bits into their low and high 32."""
     return number & MASK32, (number >> 32) & MASK32
@@ -87,7 +93,7 @@ class Stream(NamedTuple):
 
     Attributes:
         seed: The draw's, 64 bits; a 0-dim int64 tensor will do.
-        key: The parameter's, `name_key` of its name.
+        key: The parameter's, `name_key` of its name; likewise.
         shape: The tensor's.
         dtype: Of what `normal` and `uniform` return.
         device: Where the numbers are wanted.
@@ -95,7 +101,7 @@ class Stream(NamedTuple):
     """
 
     seed: Any
-    key: int
+    key: Any
     shape: Iterable[int]
     dtype: torch.dtype = torch.float32
     device: "torch.device | str" = "cpu"
@@ -112,10 +118,12 @@ class Stream(NamedTuple):
     @property
     def key_words(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The words of key and seed, from which a kernel computes the secret itself."""
-        return words_of(self.key), words_of(int(self.seed))
+        return words_of(int(self.key)), words_of(int(self.seed))
 
     def normal(self) -> Tensor:
         """Return N(0, 1), to the precision of float32."""
+        if _opaque():
+            return self._by_operation("normal")
         out = self._by_kernel("normal", self.dtype) if self.dtype in (torch.float32, torch.float64) else None
         if out is None:
             pieces = [_normal(p._counted(), p._takes_second(), self.dtype) for p in self._pieces()]
@@ -124,10 +132,14 @@ class Stream(NamedTuple):
 
     def uniform(self) -> Tensor:
         """Return numbers spread evenly over [-1, 1]."""
+        if _opaque():
+            return self._by_operation("uniform")
         return (_signed(self.words()).to(torch.float32) * 2.0**-31).to(self.dtype)
 
     def keep_mask(self, p_drop: float) -> Tensor:
         """Return a bool tensor z with P(z = 1) = 1 - p_drop, to 2**-32."""
+        if _opaque():
+            return self._by_operation("keep_mask", p_drop)
         return self.words() >= drop_bound(p_drop)
 
     def words(self) -> Tensor:
@@ -137,6 +149,13 @@ class Stream(NamedTuple):
             pieces = [torch.where(p._takes_second(), *p._counted()[::-1]) for p in self._pieces()]
             out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return (out.to(torch.int64) & MASK32).view(torch.Size(self.shape))
+
+    def _by_operation(self, kind: str, p_drop: float = 0.0) -> Tensor:
+        """Leave the numbers to an operation that compilers do not look into: they would trace for a long time."""
+        seed, key = (n if isinstance(n, Tensor) else torch.tensor(signed(n)) for n in (self.seed, self.key))
+        shape, device = list(self.shape), torch.device(self.device)
+        out: Tensor = noise(seed, key, shape, kind, p_drop, self.dtype, device, self.start)
+        return out
 
     def _by_kernel(self, what: str, dtype: torch.dtype) -> Tensor | None:
         """Let a kernel fill the tensor, where one can."""
@@ -168,6 +187,33 @@ class Stream(NamedTuple):
 
     def _takes_second(self) -> Tensor:
         return self._index() % BLOCK >= HALF
+
+
+def _opaque() -> bool:
+    """Tell whether a compiler traces; what `torch.export` writes is for places where only torch's operations are."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+
+
+@torch.library.custom_op("bayesify::noise", mutates_args=())
+def noise(
+    seed: Tensor,
+    key: Tensor,
+    shape: list[int],
+    kind: str,
+    p_drop: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    start: int,
+) -> Tensor:
+    """Compute the numbers of a `Stream`: "normal", "uniform" or "keep_mask"."""
+    stream = Stream(int(seed), int(key), shape, dtype, device, start)
+    return stream.keep_mask(p_drop) if kind == "keep_mask" else getattr(stream, kind)()
+
+
+@noise.register_fake
+def _(seed: Tensor, key: Tensor, shape: list[int], kind: str, *rest: Any) -> Tensor:
+    _, dtype, device, _ = rest
+    return torch.empty(shape, dtype=torch.bool if kind == "keep_mask" else dtype, device=device)
 
 
 def drop_bound(p_drop: float) -> int:

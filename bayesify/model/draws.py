@@ -1,6 +1,6 @@
 """One draw of theta: a seed, the noise that follows from it, and what a forward or a block reads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,17 @@ class Draw:
     """One theta of the whole model, given by its seed.
 
     Args:
-        seed: From which the noise of every parameter follows.
+        seed: From which the noise of every parameter follows. In compiled code it is a tensor, so that one graph serves
+            every draw; of a draw that was made outside, `traced` is that tensor.
         pinned: Whether the draw outlives a forward: the theta of a `sample` block.
         fresh: Whether the forward that reads it took its seed from the global generator.
         keep: Whether thetas without gradient are kept from one forward to the next. Only for a draw whose reader knows
             that no weight changes before `forget`: a write to a parameter cannot be noticed in every case.
     """
 
-    def __init__(self, seed: int, *, pinned: bool = False, fresh: bool = False, keep: bool = False) -> None:
+    def __init__(self, seed: Any, *, pinned: bool = False, fresh: bool = False, keep: bool = False) -> None:
         self.seed = seed
+        self.traced = seed if isinstance(seed, Tensor) else torch.tensor(noises.signed(seed))
         self.pinned = pinned
         self.fresh = fresh
         self.keep = keep
@@ -45,7 +47,8 @@ class Draw:
     def theta(self, posterior: Posterior, original: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this draw's theta of one posterior, with its energy handle where gradients are wanted."""
         if transformed():
-            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(self.seed))), None
+            seed: Any = self.traced if torch.compiler.is_compiling() else self.seed
+            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed))), None
         tensors = (original, *posterior.learnable())
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             theta, handle = Sampled.apply(posterior, self.seed, None, *tensors)

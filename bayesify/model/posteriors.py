@@ -63,8 +63,6 @@ class Posterior(Stored):
 
     rate: float | None = None
     """The learning rate that `learnable()` wants, where it is not the mean's."""
-    penalty_scale: float = 0.0
-    """The factor of the energy in the last penalty."""
 
     drawn_with: ClassVar[tuple[str, ...]] = (CENTER,)
     """The kept tensors that a draw needs beside the mean and `learnable()`."""
@@ -90,6 +88,7 @@ class Posterior(Stored):
         self.fixed_row = fixed_row
         self.name = ""
         self.key = 0
+        self._key = torch.tensor(0)
         self.reader: Reader | None = None
         # A tuple hides the owner from nn.Module, which would register it as a child.
         self._home: tuple[nn.Module, str] | None = None
@@ -98,6 +97,7 @@ class Posterior(Stored):
     def attach(self, name: str, home: nn.Module, attribute: str, reader: Reader) -> None:
         """Tell the posterior its plain name, where its mean is kept and who decides its reads."""
         self.name, self.key = name, noises.name_key(name)
+        self._key = torch.tensor(noises.signed(self.key))  # for compilers, which would take a number for a constant
         self._home = (home, attribute)
         self.reader = reader
 
@@ -113,6 +113,11 @@ class Posterior(Stored):
         parameter = home._parameters[attribute]
         assert parameter is not None
         return parameter
+
+    @property
+    def penalty_scale(self) -> float:
+        """The factor of the energy in the model's last penalty."""
+        return float(getattr(self.reader, "penalty_scale", 0.0))
 
     @property
     def mean(self) -> Tensor:
@@ -234,8 +239,9 @@ class Posterior(Stored):
 
     def stream(self, seed: int) -> noises.Stream:
         """Return where the noise of a draw comes from."""
+        key = self._key if torch.compiler.is_compiling() else self.key
         dtype, device = state_dtype(self.original), self.original.device
-        return noises.Stream(seed, self.key, self.shape, dtype, device, self.start)
+        return noises.Stream(seed, key, self.shape, dtype, device, self.start)
 
     def noise_of(self, seed: int) -> Tensor:
         """Return the noise of a draw; a fixed row (an embedding's padding) holds `neutral_noise`."""

@@ -42,13 +42,13 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
     tensors: list[tuple[Tensor, ...]] = []
     sharded: dict[Layout, Tensor] = {}
     for scope in scopes:
-        if torch.is_grad_enabled():
+        scope.warned = True  # of a missing penalty: no need to
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             scope.warn_in_eval()
-        scale = scope.method.scale(num_data)
+        scale = scope.penalty_scale = scope.method.scale(num_data)
         for posterior in scope.posteriors:
             layout, own = posterior.layout, part_of(posterior)
-            handle = scope.take_handle(posterior) if layout is None else None
-            posterior.penalty_scale = scale
+            handle = scope.take_handle(posterior) if by_hand and layout is None else None
             if posterior in inside and not posterior.flat:
                 with torch.set_grad_enabled(torch.is_grad_enabled() and not by_hand):
                     energy = own.energy(own.original, scale).to(total)

@@ -55,14 +55,14 @@ class Record(NamedTuple):
         """What the forward read: forwards that agree in this need not be told apart."""
         return self.seed, self.pinned, self.fresh, self.mean
 
-    def is_drawn_again(self, module: nn.Module) -> bool:
+    def is_drawn_again(self, module: nn.Module | None) -> bool:
         """Tell whether the recomputation by `module` runs the whole forward, so that it takes its seed once more."""
         return self.fresh and (self.hidden or self.module() is module)
 
-    def contains(self, module: nn.Module) -> bool:
-        """Tell whether a module lies inside the one that ran."""
+    def contains(self, module: nn.Module | None) -> bool:
+        """Tell whether a module lies inside the one that ran; None is a part of it by all means."""
         outer = self.module()
-        return outer is not None and any(m is module for m in outer.modules())
+        return module is None or (outer is not None and any(m is module for m in outer.modules()))
 
 
 class Track:
@@ -81,7 +81,7 @@ class Track:
             if len(self.hidden) > REMEMBERED_FORWARDS:
                 self.hidden.popitem(last=False)
 
-    def find(self, number: int, module: nn.Module) -> Record | None:
+    def find(self, number: int, module: nn.Module | None) -> Record | None:
         """Return the forward that made a node, or that ran right after it without making any."""
         for record in reversed(self.shown):
             if record.end <= number:
@@ -122,12 +122,12 @@ class Past:
                 self.seeds.popitem(last=False)
         return seed
 
-    def find(self, node: Any, module: nn.Module, is_ours: Callable[[Any], bool]) -> Record | None:
+    def find(self, node: Any, module: nn.Module | None, is_ours: Callable[[Any], bool]) -> Record | None:
         """Return the forward that made an autograd node and contains a module, or None where none is known.
 
         Args:
             node: On whose behalf the recomputation runs.
-            module: What is run again.
+            module: What is run again; None is a part of the model that is not known.
             is_ours: Whether a posterior is one of this model's.
 
         Raises:

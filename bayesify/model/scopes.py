@@ -3,6 +3,9 @@
 Every read of a parameter inside one outermost forward sees the same theta. A recomputation inside a backward pass
 (activation checkpointing) sees the theta of the forward that it repeats. All state belongs to one model, and what
 runs now to one thread or coroutine.
+
+In compiled code the outermost forward decides as ever what is read, but by a seed that is a tensor, and each read is
+the posterior's own formula of mean and noise: one graph serves all draws. What only watches is left to eager mode.
 """
 
 import copy
@@ -20,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from bayesify.engine.fusion import transformed
 from bayesify.model import caches, lost, steps
+from bayesify.model.compiled import enroll, training_seed_of
 from bayesify.model.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode
 from bayesify.model.method import Method
 from bayesify.model.modes import block_of, own_block
@@ -54,8 +58,11 @@ class Frame:
     def runs(self) -> bool:
         """Tell whether the forward still runs: its Python frame is on the stack.
 
-        Torch calls no hook where an interrupt ends a forward, nor any other exception that is not an `Exception`.
+        Torch calls no hook where an interrupt ends a forward, nor any other exception that is not an `Exception`. A
+        forward that compiled code began has no frame, and lasts until the model's next one at most.
         """
+        if self.caller is None:
+            return True
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame is self.caller:
@@ -64,13 +71,20 @@ class Frame:
         return False
 
 
-class Thread(threading.local):
+class Now:
     """What one thread does with a model: its running forward, and the energy handles of its last one."""
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.handles: dict[Posterior, Tensor] = {}
         self.bare: lost.BareRead | None = None
+
+
+class Thread(threading.local):
+    """The thread's own `Now`: compiled code can write to a plain object only."""
+
+    def __init__(self) -> None:
+        self.now = Now()
 
 
 class Scope:
@@ -90,9 +104,10 @@ class Scope:
         self.sites = sites
         self.caching = caching
         self.steps = 0
-        self.step_seed: int | None = None
         self.replica_of: weakref.ref[nn.Module] | None = None
         self.sharded = False
+        self.step_draw: Draw | None = None
+        self.penalty_scale = 0.0
         self.warned = not any(not p.flat for p in posteriors)
         self.told: set[str] = set()
         self.scores: dict[str, float] = {}  # of an evaluation, for the model card
@@ -100,6 +115,7 @@ class Scope:
         self._forget()
 
     def _forget(self) -> None:
+        self.number = enroll(self)
         self._thread = Thread()
         self._past = Past()
 
@@ -113,8 +129,8 @@ class Scope:
         copied.posteriors = copy.deepcopy(self.posteriors, memo)
         copied.sites = copy.deepcopy(self.sites, memo)
         copied.caching = copy.deepcopy(self.caching, memo)
-        copied.step_seed = copied.replica_of = None
-        copied.sharded = self.sharded
+        copied.step_draw = copied.replica_of = None
+        copied.sharded, copied.penalty_scale = self.sharded, self.penalty_scale
         copied.steps, copied.warned = self.steps, self.warned
         copied.told, copied.scores = set(self.told), dict(self.scores)
         copied.tree = None
@@ -134,19 +150,19 @@ class Scope:
 
     def enter(self, module: nn.Module, caller: FrameType | None) -> None:
         """Begin a module's forward; the outermost one decides what is read."""
-        frame = self._thread.frame
-        if frame is None or not frame.runs():
+        frame = self._thread.now.frame
+        if frame is None or not frame.runs() or (frame.caller is None and module is self.root):
             if frame is not None and frame.remaking is not None:
                 frame.remaking.end()
-            self._thread.frame = None
-            frame = self._thread.frame = self._begin(module, caller)
+            self._thread.now.frame = None
+            frame = self._thread.now.frame = self._begin(module, caller)
             if self.sharded and torch.is_grad_enabled():
                 frame.remaking = Remaking()
         frame.stack.append(module)
 
     def leave(self, module: nn.Module) -> None:
         """End a module's forward, by return or by exception."""
-        frame = self._thread.frame
+        frame = self._thread.now.frame
         if frame is None or not any(m is module for m in frame.stack):
             return
         while frame.stack.pop() is not module:
@@ -159,8 +175,47 @@ class Scope:
         if not frame.stack:
             if frame.remaking is not None:
                 frame.remaking.end()
-            self._thread.frame = None
+            self._thread.now.frame = None
             self._end(module, frame)
+
+    def enter_compiled(self, module: nn.Module) -> None:
+        """Begin a module's forward in compiled code; only an outermost one leaves a trace."""
+        if self._thread.now.frame is None or module is self.root:
+            self._thread.now.frame = self._begin_compiled(module)
+
+    def leave_compiled(self, module: nn.Module) -> None:
+        """End a module's forward in compiled code."""
+        frame = self._thread.now.frame
+        if frame is not None and frame.caller is None and frame.stack[0] is module:
+            self._thread.now.frame = None
+
+    def _begin_compiled(self, module: nn.Module) -> Frame:
+        """Choose the mode of an outermost forward, as `_begin` does."""
+        block = own_block(self)
+        mode = BY_TRAINING_FLAG if block is None else block.mode
+        if mode.draw is None and not mode.mean and self._sampled_under(module):
+            whole = module is self.root
+            mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
+        frame = Frame(mode, None, 0, recomputes=False)
+        frame.stack.append(module)
+        return frame
+
+    def compiled_seed(self, *, whole: bool) -> int:
+        """Return the seed of a training forward in compiled code, when it runs.
+
+        Args:
+            whole: Whether the forward is the model's, or that of a part of it.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._past.remember_seed(self._seed())
+        mode = self._recall(self.root if whole else None, node, BY_TRAINING_FLAG, fresh=True)
+        if mode.draw is None:
+            raise RuntimeError(
+                "a compiled part of the model is recomputed inside a backward pass, of a forward that read the mean; "
+                "keep the bayesify.mean block open until backward() is done"
+            )
+        return int(mode.draw.seed)
 
     def _begin(self, module: nn.Module, caller: FrameType | None) -> Frame:
         """Choose the mode of an outermost forward."""
@@ -184,8 +239,8 @@ class Scope:
 
     def _training_draw(self) -> Draw:
         """Return a fresh draw, or that of the present step where an optimizer says which it is."""
-        if self.step_seed is not None:
-            return Draw(self.step_seed)
+        if self.step_draw is not None:
+            return self.step_draw
         return Draw(self._past.remember_seed(self._seed()), fresh=True)
 
     def _seed(self) -> int:
@@ -224,7 +279,7 @@ class Scope:
 
     # -- seeds and recomputations ------------------------------------------------------------------------------
 
-    def _recall(self, module: nn.Module, node: Any, mode: Mode, *, fresh: bool) -> Mode:
+    def _recall(self, module: nn.Module | None, node: Any, mode: Mode, *, fresh: bool) -> Mode:
         """Find the mode of the forward that a recomputation inside a backward pass repeats.
 
         Where the checkpoint lies inside a forward, the node that runs now is one of that forward's. Where a whole
@@ -243,8 +298,9 @@ class Scope:
         if seed in self._past.seeds:
             return Mode(draw=Draw(seed, fresh=True))
         torch.set_rng_state(state)
+        what = "part of it" if module is None else type(module).__name__
         raise RuntimeError(
-            f"a {type(module).__name__} is run inside a backward pass, and it cannot be told which forward it repeats. "
+            f"a {what} is run inside a backward pass, and it cannot be told which forward it repeats. "
             "With activation checkpointing around the whole model keep preserve_rng_state=True; to run the model for "
             "another purpose there, do it under bayesify.mean(model) or bayesify.sample(model, seed=...)"
         )
@@ -253,17 +309,19 @@ class Scope:
 
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read of a posterior sees now."""
+        if torch.compiler.is_compiling():
+            return self._theta(self._thread.now.frame or self._begin_compiled(posterior), posterior, original)
         if parametrize._cache_enabled:
             raise RuntimeError(
                 f"{posterior.name!r} is read inside torch.nn.utils.parametrize.cached(), which would freeze its draw; "
                 "leave cached() out: every forward of a bayesified model reads one theta by itself"
             )
-        frame = self._thread.frame
+        frame = self._thread.now.frame
         if frame is None or not frame.runs():
             # Outside every forward: a forward of its own, one parameter wide.
             theta = self._theta(self._begin(posterior, None), posterior, original)
             if theta is not original and not theta.is_inference() and not transformed():
-                self._thread.bare = lost.BareRead.of(posterior, theta)
+                self._thread.now.bare = lost.BareRead.of(posterior, theta)
             return theta
         return self._theta(frame, posterior, original)
 
@@ -275,6 +333,8 @@ class Scope:
             if trains:
                 return self._point(frame, posterior, original)
             return posterior.mean_theta(original) if posterior.layout is None else mean_of(posterior, original)
+        if torch.compiler.is_compiling():
+            return draw.theta(posterior, original)[0]  # kept nowhere: the compiler sees that two reads are the same
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
             check_whole(posterior, original)
@@ -283,7 +343,7 @@ class Scope:
             if frame.remaking is not None and theta is not original:
                 frame.remaking.add(posterior, draw.seed, theta)
             if handle is not None and not frame.recomputes and self.trains(posterior):
-                self._thread.handles[posterior] = handle
+                self._thread.now.handles[posterior] = handle
         return theta
 
     def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
@@ -297,20 +357,19 @@ class Scope:
             theta, handle = Sampled.apply(posterior, 0, original, original)
             frame.thetas[posterior] = theta
             if not frame.recomputes:
-                self._thread.handles[posterior] = handle
+                self._thread.now.handles[posterior] = handle
         return theta
 
     def look_for_lost_writes(self) -> None:
         """Warn, once, where a weight that was read outside of a forward has been written to since."""
-        bare, self._thread.bare = self._thread.bare, None
+        bare, self._thread.now.bare = self._thread.now.bare, None
         lost.look_for_written(self, bare)
 
     # -- the penalty's watch -----------------------------------------------------------------------------------
 
     def take_handle(self, posterior: Posterior) -> Tensor | None:
         """Return the energy handle of the last training forward, once, if the posterior is as it was then."""
-        self.warned = True  # no need to: the penalty is known
-        handle = self._thread.handles.pop(posterior, None)
+        handle = self._thread.now.handles.pop(posterior, None)
         if handle is None or handle.grad_fn is None:
             return None
         node: Any = handle.grad_fn
@@ -335,25 +394,3 @@ def _no_grad_wanted(posterior: Posterior, original: Tensor) -> bool:
     return not torch.is_grad_enabled() or not (
         original.requires_grad or any(p.requires_grad for p in posterior.learnable())
     )
-
-
-class Enter:
-    """Forward pre-hook: a module's forward begins."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Enter the scope, with the stack frame that lives as long as the forward."""
-        self.scope.enter(module, sys._getframe(1))
-
-
-class Leave:
-    """Forward hook, called on exceptions too: a module's forward ends."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Leave the scope."""
-        self.scope.leave(module)

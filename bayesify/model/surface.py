@@ -25,19 +25,59 @@ def take_off(model: nn.Module) -> None:
         del hooks[key]
 
 
-def adapt_class(module: nn.Module) -> None:
-    """Let the class that torch derives for a parametrized module go by the name of its own: libraries look it up."""
-    derived: Any = type(module)
-    parent = derived.__bases__[0]
-    for attribute in ("__module__", "__qualname__", "__name__"):
-        setattr(derived, attribute, getattr(parent, attribute))
+def share_class(module: nn.Module, names: frozenset[str]) -> None:
+    """Give a wrapped module one class with all others of its kind, in place of the one that torch has derived for it.
+
+    Compilers tell modules apart by their classes: equal blocks of a model then take one compiled graph.
+    """
+    known: list[type] = type(module).__bases__[0].__subclasses__()
+    twin = next((cls for cls in known if isinstance(cls, Shared) and cls.__dict__["_bayesian"] == names), None)
+    module.__class__ = twin or _derive(type(module), names, shared=True)  # type: ignore[assignment]
+
+
+class Shared(type):
+    """A class of several modules, of which none may change it."""
+
+    def __delattr__(cls, name: str) -> None:
+        """Refuse what torch's remove_parametrizations does."""
+        raise AttributeError(
+            f"{name!r} of a bayesified {cls.__name__} cannot be removed on its own; call bayesify.unbayesify(model), "
+            f"or leave it out: bayesify(model, exclude=...)"
+        )
+
+
+def _derive(like: Any, names: frozenset[str], *, shared: bool) -> Any:
+    """Make a class like the one that torch derives, which goes by the name of its base: libraries look it up."""
+    base: Any = like.__bases__[0]
 
     def assign(self: nn.Module, name: str, value: Any) -> None:
         _refuse_to_assign(self, name)
-        parent.__setattr__(self, name, value)
+        base.__setattr__(self, name, value)
 
-    derived.__setattr__ = assign
-    derived.__getstate__ = _refuse_to_pickle
+    def delete(self: nn.Module, name: str) -> None:
+        if name in self._parameters or name in self._buffers:
+            # Somebody parametrizes what we left alone, and is about to put a property on the class.
+            self.__class__ = _derive(type(self), names, shared=False)
+        base.__delattr__(self, name)
+
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__setattr__": assign,
+        "__delattr__": delete,
+        "__getstate__": _refuse_to_pickle,
+        "_bayesian": names,
+        **{name: _drawn(name) for name in names},
+    }
+    if "__deepcopy__" in like.__dict__:
+        members["__deepcopy__"] = like.__deepcopy__
+    meta = type(base) if not shared else Shared if type(base) is type else type("Shared", (Shared, type(base)), {})
+    return meta(base.__name__, (base,), members)
+
+
+def _drawn(name: str) -> property:
+    """Return the property that reads a parametrized attribute."""
+    return property(lambda self: self.parametrizations[name]())
 
 
 def _refuse_to_pickle(module: nn.Module) -> Any:

@@ -15,12 +15,13 @@ from torch.nn.utils import parametrize
 
 from bayesify.model import caches, lost, steps, surface
 from bayesify.model.draws import MEAN, Draw, Mode, one_draw
+from bayesify.model.hooks import put_hooks
 from bayesify.model.method import Method, resolve
 from bayesify.model.mixture import Mixture
 from bayesify.model.modes import override
 from bayesify.model.posteriors import Posterior
 from bayesify.model.reuse import reusing
-from bayesify.model.scopes import Enter, Leave, Scope, Site
+from bayesify.model.scopes import Scope, Site
 from bayesify.model.seeds import draw_seeds, is_whole
 from bayesify.model.selection import Candidate, Patterns, candidates, priors, select
 from bayesify.model.shards import follow, is_sharded
@@ -147,9 +148,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
     sites = [Site(m, a, orders[id(m)]) for c, _ in posteriors for m, a in c.places]
     scope = Scope(model, method, [p for _, p in posteriors], sites, caches.find(model))
     steps.watch(scope)
-    for module in model.modules():
-        module.register_forward_pre_hook(Enter(scope), prepend=True)
-        module.register_forward_hook(Leave(scope), always_call=True)
+    put_hooks(model, scope)
     for module in {s.module for s in sites if parametrize.is_parametrized(s.module)}:
         # Its class may be shared with copies of the module; a class of its own goes away with the posteriors.
         parametrize._inject_new_class(module)
@@ -157,9 +156,13 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
         posterior.train(candidate.places[0][0].training)
         for module, attribute in candidate.places:
             parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
-            surface.adapt_class(module)
         module, attribute = candidate.places[0]
         posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[index,arg-type]
+    names: dict[nn.Module, set[str]] = {}
+    for site in sites:
+        names.setdefault(site.module, set()).add(site.attribute)
+    for module, own in names.items():
+        surface.share_class(module, frozenset(own))
     model._bayesify_scope = scope  # type: ignore[assignment]
     surface.put_on(model)
     return scope
@@ -272,6 +275,8 @@ def scopes_of(model: nn.Module) -> list[Scope]:
     if not found:
         raise not_bayesian(model)
     scopes: list[Scope] = list(found.values())
+    if torch.compiler.is_compiling():
+        return scopes
     for scope in scopes:
         scope.sharded = follow(scope.posteriors)
         scope.look_for_lost_writes()

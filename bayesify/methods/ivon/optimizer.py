@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bayesify.engine import noise as noises
 from bayesify.methods.ivon.method import IVONPosterior
+from bayesify.model.draws import Draw
 from bayesify.model.quadratics import wide
 from bayesify.model.scopes import Scope
 from bayesify.model.seeds import shared_seed
@@ -89,7 +90,7 @@ class IVON(torch.optim.Optimizer):
         """Tell the models which theta the next step is taken at."""
         run: dict[str, Any] = self.param_groups[0][RUN]
         for i, scope in enumerate(self._scopes):
-            scope.step_seed = (noises.mix(run["seed"], i) + run["step"]) % 2**63
+            scope.step_draw = Draw((noises.mix(run["seed"], i) + run["step"]) % 2**63)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a run: its seed, its step and its momentum."""
@@ -216,5 +217,5 @@ def _over_shards(posterior: IVONPosterior, *sums: float) -> list[float]:
 
 def _seed(scope: Scope) -> int:
     """Return the seed of the theta that the gradients were taken at."""
-    assert scope.step_seed is not None
-    return scope.step_seed
+    assert scope.step_draw is not None
+    return int(scope.step_draw.seed)

@@ -78,7 +78,7 @@ class SGLDPosterior(MomentsPosterior):
         """sqrt(scatter/(count - 1)); 0 before the second state."""
         if self.count is None or self.scatter is None:
             return super().own_std
-        std = (self.scatter / max(int(self.count) - 1, 1)).sqrt_()
+        std = (self.scatter / (self.count - 1).clamp(min=1)).sqrt_()
         if self.fixed_row is not None:
             std[self.fixed_row] = 0
         return std

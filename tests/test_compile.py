@@ -1,0 +1,396 @@
+"""Compiled models: no graph breaks, one graph for all draws, and the numbers of eager mode."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from bayesify import IVON, bayesify, mean, named_posteriors, penalty, sample, unbayesify
+
+METHODS = ("vi", "mc_dropout", "ivon", "la", "sgld", "vanilla")
+DRAWING = ("vi", "mc_dropout", "ivon")  # in train mode
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.inp(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return x + self.norm(torch.tanh(self.lin(x)))
+
+
+class Stack(nn.Module):
+    """Equal blocks, each of them checkpointed if that is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.blocks, self.saves = nn.Linear(4, 4), nn.ModuleList(Block() for _ in range(4)), False
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.saves else block(x)
+        return x
+
+
+X = torch.linspace(-1, 1, 20).view(5, 4)
+
+
+def vit():
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(
+        image_size=8, patch_size=4, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=3
+    )
+    nn.init.normal_(model.heads.head.weight)
+    return model, torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config), torch.arange(10).view(2, 5)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config), torch.arange(10).view(2, 5)
+
+
+MODELS = {"mlp": lambda: (MLP(), X), "sequential": lambda: (nn.Sequential(MLP(), nn.ReLU()), X), "vit": vit}
+MODELS |= {"bert": bert, "gpt2": gpt2}
+
+
+def made(kind: str, method: str):
+    """Return a bayesified model whose posterior can be sampled, with an input."""
+    model, x = MODELS[kind]()
+    options = {} if method == "vanilla" else {"prior_sig": 0.3}
+    bayesify(model, method, prior_mean="zero" if method == "mc_dropout" else None, **options)
+    for _, q in named_posteriors(model):
+        if method == "la":
+            q.fit(torch.full(q.shape, 30.0), q.prior_sig)
+        elif method == "sgld":
+            for away in (0.1, -0.2):
+                q.collect()
+                with torch.no_grad():
+                    q.original.add_(away)
+    return model, x
+
+
+def out(result):
+    return result if isinstance(result, torch.Tensor) else result.logits
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss().backward()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+
+
+CASES = [(k, m) for k in MODELS for m in METHODS if k == "mlp" or (m != "vanilla" and (k != "sequential" or m == "vi"))]
+
+
+@pytest.mark.parametrize(("kind", "method"), CASES)
+def test_a_compiled_model_is_the_eager_one_in_every_mode(kind, method):
+    model, x = made(kind, method)
+    compiled = torch.compile(model.train(), backend="eager", fullgraph=True)
+
+    def compare():
+        torch.manual_seed(1)
+        found, state = out(compiled(x)), torch.get_rng_state()
+        torch.manual_seed(1)
+        close(found, out(model(x)))
+        assert torch.equal(state, torch.get_rng_state())
+        return float(found.detach().sum())
+
+    trained = compare()
+    fresh = {float(out(compiled(x)).detach().sum()) for _ in range(3)}
+    assert len(fresh) == (3 if method in DRAWING else 1)
+    model.eval()
+    evaluated = compare()
+    assert (trained == evaluated) == (method in ("la", "vanilla"))
+    if method != "vanilla":
+        drawn = []
+        for seed in (1, 2):
+            with sample(model, seed=seed):
+                drawn.append(compare())
+        assert len({*drawn, evaluated}) == 3
+    if kind != "mlp" and method != "vi":
+        return  # what is left is the same code, and compilers take their time
+    model.train()
+    with mean(model):
+        assert compare() == pytest.approx(evaluated, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "method"), [*(("mlp", m) for m in METHODS), ("gpt2", "vi")])
+def test_loss_and_penalty_in_one_graph_have_the_gradients_of_eager_mode(kind, method):
+    model, x = made(kind, method)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss():
+        return out(model(x)).square().mean() + penalty(model, 50)
+
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    for found, exact in zip(gradients(model, compiled), gradients(model, loss), strict=True):
+        assert (found is None) == (exact is None)
+        if exact is not None:
+            close(found, exact)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    torch.manual_seed(3)
+    found = compiled().detach()
+    torch.manual_seed(3)
+    close(found, loss().detach())
+    assert counter.frame_count == 1
+
+
+def test_inductor_trains_as_eager_mode_does():
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = bayesify(MLP(), "vi")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model=model):
+            return model(X).square().mean() + penalty(model, 50)
+
+        step = torch.compile(loss, fullgraph=True) if compiled else loss
+        for _ in range(4):
+            optimizer.zero_grad()
+            step().backward()
+            optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    for found, exact in zip(*results, strict=True):
+        close(found, exact)
+
+
+# -- one graph ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_graph_for_all_draws_and_all_steps():
+    counter = CompileCounterWithBackend("eager")
+    model = bayesify(nn.Sequential(nn.Linear(4, 3)), "ivon")
+    optimizer = IVON(model, 0.1, num_data=10)
+    compiled, seen = torch.compile(model, backend=counter, fullgraph=True), set()
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = compiled(X).square().mean()
+        torch.testing.assert_close(loss, model(X).square().mean())  # one theta per step
+        loss.backward()
+        optimizer.step()
+        seen.add(float(loss.detach()))
+    assert (len(seen), counter.frame_count) == (4, 1)
+    for seed in range(4):
+        with sample(model, seed=seed):
+            seen.add(float(compiled(X).square().mean().detach()))
+    assert (len(seen), counter.frame_count) == (8, 2)
+
+
+def test_two_forwards_in_one_graph_are_two_draws():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+    compiled = torch.compile(lambda: (model(X), model(X)), backend="aot_eager", fullgraph=True)
+    torch.manual_seed(1)
+    first, second = compiled()
+    torch.manual_seed(1)
+    close(first, model(X))
+    close(second, model(X))
+    assert not torch.allclose(first, second)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's notes on graph breaks
+def test_a_block_inside_compiled_code_breaks_the_graph_and_holds():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+
+    def inside():
+        with mean(model):
+            return model(X)
+
+    close(torch.compile(inside, backend="eager")(), inside())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, for plain models too
+@pytest.mark.parametrize("method", ["plain", "vi", "mc_dropout", "ivon"])
+def test_equal_blocks_share_one_graph_and_the_theta_of_their_model(method):
+    model = Stack() if method == "plain" else bayesify(Stack(), method, prior_mean="zero", prior_sig=0.3)
+    expected = None
+    if method != "plain":
+        with sample(model, seed=2):
+            expected = model(X)
+    counter = CompileCounterWithBackend("eager")
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    model(X), model(X)
+    assert counter.frame_count == 1
+    if method != "plain":
+        torch.manual_seed(4)
+        found = model(X)
+        for block in model.blocks:
+            block._compiled_call_impl = None
+        torch.manual_seed(4)
+        close(found, model(X))
+        with sample(model, seed=2):
+            close(model(X), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_block_is_recomputed_with_the_theta_of_its_forward():
+    model = bayesify(Stack(), "vi", init_sig=0.1)
+
+    def loss():
+        first, second = model(X), model(X)
+        return first.square().mean() + second.mean()
+
+    exact = gradients(model, loss)
+    model.saves = True
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for found, expected in zip(gradients(model, loss), exact, strict=True):
+        close(found, expected)
+    with mean(model):
+        lost = model(X).square().mean()
+    with pytest.raises(RuntimeError, match="block open until backward"):
+        lost.backward()
+
+
+def test_a_checkpointed_compiled_model_is_recomputed_with_its_own_draw():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def loss(run):
+        return sum(checkpoint(run, X, use_reentrant=False).square().mean() for _ in range(2))
+
+    exact = gradients(model, lambda: loss(model))
+    for found, expected in zip(gradients(model, lambda: loss(compiled)), exact, strict=True):
+        close(found, expected)
+
+
+def test_more_models_than_the_compiler_keeps_variants_of_a_function():
+    for width in range(1, 10):
+        forward = eval("lambda self, x: self.out(torch.tanh(self.inp(x)))", {"torch": torch})  # code of its own
+        model = type(f"Net{width}", (MLP,), {"forward": forward})()
+        compiled = torch.compile(bayesify(model, "vi"), backend="eager", fullgraph=True)
+        compiled(X)
+        compiled.eval()(X)
+
+
+def test_a_failed_forward_leaves_nothing_behind():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+    compiled = torch.compile(model, backend="eager")
+    compiled(X)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        compiled(X[:, :3])
+    assert len({float(run(X).detach().sum()) for run in (model, compiled, model.inp, model.inp)}) == 4
+
+
+def test_a_copy_compiles_on_its_own():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+    torch.compile(model, backend="eager", fullgraph=True)(X)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.inp.parametrizations.weight.original.add_(1)
+    compiled = torch.compile(twin, backend="eager", fullgraph=True)
+    for seed in (1, 2):
+        with sample(twin, seed=seed), mean(model):
+            close(compiled(X), twin(X))
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_modules_of_one_kind_share_a_class_that_nobody_can_change():
+    model = bayesify(Stack(), include="*weight")
+    first, second = model.blocks[0].lin, model.blocks[1].lin
+    assert type(first) is type(second)
+    assert type(first) is not type(bayesify(nn.Linear(4, 4)))
+    with pytest.raises(AttributeError, match="'weight' of a bayesified Linear cannot be removed on its own"):
+        parametrize.remove_parametrizations(first, "weight")
+    unbayesify(model)
+    assert {type(block.lin) for block in model.blocks} == {nn.Linear}
+
+
+def test_a_later_parametrization_of_one_module_leaves_the_others_alone():
+    model = bayesify(Stack(), include="*weight").eval()
+    first, second = model.blocks[0].lin, model.blocks[1].lin
+    before, bias = second(X), first.bias.detach().clone()
+    parametrize.register_parametrization(first, "bias", Twice())
+    assert torch.equal(first.bias, 2 * bias)
+    assert torch.equal(second(X), before)
+    parametrize.remove_parametrizations(first, "bias", leave_parametrized=False)
+    unbayesify(model)
+    assert type(first) is nn.Linear
+
+
+# -- exported programs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_mean_and_a_pinned_sample_are_exported_in_torch_operations(method):
+    model, x = made("mlp", method)
+    model.eval()
+    blocks = [mean(model)] if method == "vanilla" else [mean(model), sample(model, seed=3)]
+    results = []
+    for block in blocks:
+        with block, torch.no_grad():
+            results.append(model(x))
+            program = torch.export.export(model, (x,))
+        assert not any("bayesify" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
+        close(program.module()(x), results[-1])
+    assert len(results) == 1 or not torch.allclose(*results)
+
+
+def test_the_mean_is_exported_to_onnx(tmp_path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model = bayesify(MLP(), "vi").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own
+        torch.onnx.export(model, (X,), tmp_path / "mean.onnx", dynamo=True)
+    session = runtime.InferenceSession(tmp_path / "mean.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
+    close(torch.from_numpy(found), model(X).detach())
