@@ -40,7 +40,7 @@ class IVON(torch.optim.Optimizer):
         lr: A learning rate as for SGD, or groups of `param_groups`.
         num_data: The size of the training set.
         betas: b1, and b2 or None: 1 - b2 is then at most 0.01, and so small that the scatter of h^ in the first steps
-            adds no more than a tenth to h by its square, in any tensor.
+            adds no more than a tenth to h by its square, in any tensor; and lr grows over the first ten steps.
         clip: The largest change of an element in units of lr, or None.
 
     Example:
@@ -120,10 +120,13 @@ class IVON(torch.optim.Optimizer):
         if run["step"] <= WARM and self.second is None:
             self._look(run)
         rate = 1 - (run["keep"] if run["keep"] is not None else 1 - FASTEST)
+        # Momentum of SGD begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
+        warm = min(1.0, run["step"] / WARM) if self.second is None else 1.0
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._move(param, group, run["step"], rate, *own.get(id(param), (None, None)))
+                    moved = {**group, "lr": group["lr"] * warm}
+                    self._move(param, moved, run["step"], rate, *own.get(id(param), (None, None)))
         self.param_groups[0][RUN] = run
         self._announce()
         return loss
