@@ -6,6 +6,7 @@ of a method is trained on the rest, the noise is fitted to the held-out rows, an
 likelihood is trained again, in the same way, on the whole split and predicts with that noise.
 """
 
+import copy
 import math
 import os
 from pathlib import Path
@@ -15,11 +16,12 @@ import torch
 from torch import nn
 
 import bayesify as package
-from bayesify import bayesify, fit_laplace, metrics, penalty, predict, unbayesify
+from bayesify import bayesify, fit_laplace, metrics, mix, penalty, predict, unbayesify
 from bayesify.prediction.likelihoods import Regression
 
 TABLES = ("concrete", "energy", "wine-quality-red", "yacht")
 HIDDEN, BATCH, STEPS, CHAIN, LR, SAMPLES = 50, 128, 1000, 500, 0.02, 100
+MEMBERS = 5  # of a mixture
 PRIORS = (1.0,)  # of the hidden layer; the outputs' is half of it
 SETTINGS = {  # what is tried inside each training split, beside the priors
     "vanilla": [{}],
@@ -27,6 +29,7 @@ SETTINGS = {  # what is tried inside each training split, beside the priors
     "mc_dropout": [{"p_drop": 0.02}],
     "sgld": [{"Ninflate": 10.0}],
     "la": [{"scale": scale} for scale in (0.03, 0.3)],
+    "mix": [{"steps": STEPS}, {"steps": 4 * STEPS}],  # plain networks from different starting points
 }
 
 
@@ -45,6 +48,12 @@ class Part:
     def __init__(self, x, y, rows):
         self.x = torch.stack([x[r] for r in rows], 1).float()
         self.y = torch.stack([y[r] for r in rows], 1).float()
+
+    def times(self, count):
+        """Return the part with every split several times, one set of splits after the other."""
+        several = copy.copy(self)
+        several.x, several.y = self.x.repeat(1, count, 1), self.y.repeat(1, count)
+        return several
 
 
 def parts(name):
@@ -81,6 +90,14 @@ class Nets(nn.Module):
         x = ((x - self.x_mean) / self.x_std).transpose(0, 1)
         hidden = torch.relu(x @ self.hidden_weight + self.hidden_bias)
         return (hidden @ self.out_weight + self.out_bias).squeeze(-1).T * self.y_std + self.y_mean
+
+    def some(self, splits):
+        """Return the networks of some splits."""
+        found = copy.deepcopy(self)
+        for held in (found._parameters, found._buffers):
+            for values in held.values():
+                values.data = values.data[splits].clone()
+        return found
 
     def one(self, split):
         """Return one split's network by itself; it takes standardized inputs, and gives standardized outputs."""
@@ -155,6 +172,8 @@ class Stage:
     def outputs(self, method, setting, noise=None):
         """Train one setting of a method, and return the outputs (samples, rows, splits) for the other part."""
         prior, options = setting
+        if method == "mix":
+            return self.mixture(prior, options["steps"])
         if method not in ("vanilla", "sgld", "la"):
             torch.manual_seed(0)
             nets = wrapped(Nets(self.part), method, prior, options)
@@ -180,6 +199,17 @@ class Stage:
             found = train(nets, self.part, None)
             self.maps[prior] = unbayesify(nets), found
         return self.maps[prior]
+
+    def mixture(self, prior, steps):
+        """Train several networks per split, all at once, and predict with their mixture."""
+        several, splits = self.part.times(MEMBERS), self.part.y.shape[1]
+        torch.manual_seed(0)
+        nets = wrapped(Nets(several), "la", prior, {})  # until it is fitted, this is the mode
+        train(nets, several, None, steps=steps)
+        unbayesify(nets)
+        members = [nets.some(slice(k * splits, (k + 1) * splits)) for k in range(MEMBERS)]
+        mixture = mix([bayesify(member, "vanilla") for member in members])
+        return predict(mixture, [(self.on.x, self.on.y)], samples=MEMBERS, task="regression").outputs
 
     def laplace(self, nets, noise, scale):
         """Fit each split's network by itself, with this scale of the prior, and predict."""
