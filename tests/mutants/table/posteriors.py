@@ -241,7 +241,7 @@ MUTANTS = [
             "step % self.thin",
             "collected",
         ),
-        ("the variance over n", "max(int(self.count) - 1, 1)", "int(self.count)", "collected"),
+        ("the variance over n", "(self.count - 1).clamp(min=1)", "self.count", "collected"),
     ),
     *of(
         "methods/sgld/method.py",
