@@ -51,10 +51,10 @@ def trained(data: TensorDataset, seed: int) -> nn.Sequential:
 
 
 def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
-    """Train, make the last layer Bayesian, compare, and write a report and a checkpoint.
+    """Train, make the last layer Bayesian, compare, and write a picture, a report and a checkpoint.
 
     Args:
-        out: The folder for both.
+        out: The folder for them.
         seed: Of the split and the training.
 
     Returns:
@@ -81,9 +81,11 @@ def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
     save(model, out)
     print(f"\nwrote {out / 'posterior.safetensors'}: try `bayesify inspect {out}`")
     try:
-        seen, unseen = found["three lines later"]
-        page = plots.report(seen, out / "report.html", ood=unseen, title="Digits")
-        print(f"wrote {page}")
+        (before, before_ood), (after, after_ood) = found.values()
+        picture = out / "before_after.svg"
+        plots.before_after(before, after, ood=(before_ood, after_ood)).savefig(picture)
+        page = plots.report(after, out / "report.html", ood=after_ood, title="Digits")
+        print(f"wrote {picture} and {page}")
     except ImportError as error:
         print(f"no report: {error}")
     return found

@@ -107,7 +107,9 @@ def main():
     print(f"answers at a confidence of {threshold:.3f} or more: {kept:.1%} of the tests, {strange:.1%} of the strange")
     figure = plots.before_after(before, after, ood=(before_ood, after_ood))
     figure.savefig(args.out / "before_after.svg")
-    report = plots.report(after, args.out / "report.html", ood=after_ood, title=f"{args.train.name}, last layer")
+    texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in data["test"].dataset]
+    title = f"{args.train.name}, last layer"
+    report = plots.report(after, args.out / "report.html", ood=after_ood, title=title, items=texts)
     save_pretrained(model, args.out / "model")
     print(f"see {args.out / 'before_after.svg'} and {report}; the posterior is in {args.out / 'model'}")
 

@@ -9,6 +9,7 @@ import pytest
 
 import bayesify
 
+RETURNED = {"Diagnosis", "ConformalQuantile", "Reliability", "RiskCoverage", "Temperature", "TemperatureError"}
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -32,6 +33,32 @@ def test_every_public_name_is_in_the_reference(reference):
         assert any(entry.startswith(f"{path}.") for entry in documented), name
     wanted = {"huggingface.BayesTrainer", "huggingface.generate", "vision.create_bayesian", "sklearn.BayesRegressor"}
     assert {f"integrations.{name}" for name in wanted} <= documented
+
+
+def public():
+    """Yield every public function and class with its path."""
+    for name in bayesify.__all__:
+        value = getattr(bayesify, name)
+        if not isinstance(value, types.ModuleType):
+            yield name, value
+            continue
+        names = getattr(value, "__all__", [n for n in vars(value) if n[0] != "_"])
+        yield from ((f"{name}.{n}", getattr(value, n)) for n in names if callable(getattr(value, n)))
+
+
+def test_every_public_name_has_an_example():
+    """A doctest of its own, or a place in the code of a page or of the README."""
+    shown = "".join(page.read_text() for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"))
+    code = "".join(re.findall(r"```python\n(.*?)```", shown, flags=re.DOTALL))
+    without = [
+        path
+        for path, value in public()
+        if str(getattr(value, "__module__", "")).startswith("bayesify")
+        and path.rpartition(".")[2] not in RETURNED  # by functions that have examples
+        and ">>>" not in (value.__doc__ or "")
+        and not re.search(rf"\b{path.rpartition('.')[2]}\b", code)
+    ]
+    assert not without, " ".join(without)
 
 
 def test_every_page_is_in_a_table_of_contents():

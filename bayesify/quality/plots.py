@@ -346,6 +346,7 @@ def report(
     ood: Any = None,
     temperature: Temperature | float | None = None,
     title: str = "Predictive uncertainty",
+    items: Sequence[Any] | None = None,
 ) -> Path:
     """Write one self-contained HTML page with every number and picture of a prediction.
 
@@ -357,12 +358,14 @@ def report(
         temperature: A temperature fitted on other data. If None it is fitted on the labels of `predictive`, which
             flatters the numbers, and the page says so.
         title: The heading.
+        items: The examples of a classification in their order, texts or images, to show the most uncertain ones.
 
     Returns:
         The path.
 
     Raises:
         TypeError: `predictive` or `ood` has no class probabilities.
+        ValueError: `items` are not one text or image for each example.
 
     Example:
         >>> from types import SimpleNamespace
@@ -376,7 +379,7 @@ def report(
     """
     from bayesify.quality.report import write_report
 
-    return write_report(predictive, path, ood=ood, temperature=temperature, title=title)
+    return write_report(predictive, path, ood=ood, temperature=temperature, title=title, items=items)
 
 
 def _short(count: int) -> str:

@@ -9,8 +9,10 @@ import base64
 import io
 import os
 from collections.abc import Sequence
+from datetime import date
 from functools import partial
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +49,13 @@ figcaption { margin-top: .25rem; color: var(--soft); font-size: .85rem; text-ali
 """
 _PIXELS_PER_INCH = 120
 _NO_INFORMATION = 1e-6
+_MOST_DOUBTFUL = 8
 _SCORES = (
     ("Error", "fraction of wrong predictions", metrics.error),
     ("NLL", "mean negative log-likelihood, nats", metrics.nll),
     ("Brier score", "squared distance to the one-hot label, 0 to 2", metrics.brier),
     ("ECE, top label", "expected calibration error, 15 bins of the highest probability", metrics.ece),
-    ("MCE, top label", "the largest gap of these bins", metrics.mce),
+    ("MCE, top label", "the largest gap of these bins; without a temperature, that of {worst} examples", metrics.mce),
     ("ECE, pooled", "the same over the probabilities of all classes", partial(metrics.ece, kind="pooled")),
     ("MCE, pooled", "the largest gap of these bins", partial(metrics.mce, kind="pooled")),
     ("AURC", "area under the risk-coverage curve, by confidence", metrics.aurc),
@@ -80,6 +83,7 @@ def write_report(
     ood: Any,
     temperature: Temperature | float | None,
     title: str,
+    items: Sequence[Any] | None = None,
 ) -> Path:
     """Do what `plots.report` says."""
     if hasattr(predictive, "interval"):
@@ -90,6 +94,11 @@ def write_report(
                 f"{name} must hold class probabilities, got {type(value).__name__}; "
                 "pass what predict(..., task='classification') returns"
             )
+    if items is not None and len(items) != len(predictive.probs):
+        raise ValueError(
+            f"items must be one text or image for each of {len(predictive.probs)} examples, got {len(items)}; "
+            "give them in the order of the data"
+        )
     predictive, ood = (x.flat() if hasattr(x, "flat") else x for x in (predictive, ood))
     page = Page(title, _size(predictive, ood))
     if predictive.labels is None:
@@ -100,6 +109,7 @@ def write_report(
         _add_calibration(page, predictive, scaling, remark)
         _add_refusal(page, predictive)
     _add_uncertainty(page, predictive, ood)
+    _add_doubtful(page, predictive, items)
     return page.write(path)
 
 
@@ -150,8 +160,10 @@ def _add_scores(page: Page, predictive: Any, scaling: Temperature | float | None
     columns = {"T\u00a0=\u00a01": predictive.probs}
     if scaling is not None:
         columns[f"T\u00a0=\u00a0{float(scaling):.3f}"] = tempered_probs(predictive.logits, float(scaling))
+    table = metrics.reliability(predictive.probs, predictive.labels)
+    worst = int(table.counts[(table.accuracy - table.confidence).abs().nan_to_num(-1.0).argmax()])
     rows = [
-        (name, meaning, *(_number(score(probs, predictive.labels)) for probs in columns.values()))
+        (name, meaning.format(worst=worst), *(_number(score(probs, predictive.labels)) for probs in columns.values()))
         for name, meaning, score in _SCORES
     ]
     page.section("Scores").table(("", *columns), rows)
@@ -225,12 +237,55 @@ def _add_uncertainty(page: Page, predictive: Any, ood: Any) -> None:
     page.pictures([(name, plots.uncertainty_histogram(*pair, quantity=name)) for name, pair in pairs.items()])
 
 
+def _add_doubtful(page: Page, predictive: Any, items: Sequence[Any] | None) -> None:
+    """Show the examples of largest entropy: as they are, where they were given."""
+    worst = predictive.entropy.argsort(descending=True, stable=True)[:_MOST_DOUBTFUL].tolist()
+    said = []
+    for i in worst:
+        right = "" if predictive.labels is None else f", label {int(predictive.labels[i])}"
+        said.append(f"class {int(predictive.probs[i].argmax())} at {float(predictive.confidence[i]):.0%}{right}")
+    page.section("The most uncertain examples")
+    if items is None or isinstance(items[0], str):
+        texts = [f"number {i}" if items is None else items[i] for i in worst]
+        rows = [(t, s, _number(float(predictive.entropy[i]))) for i, t, s in zip(worst, texts, said, strict=True)]
+        page.table(("", "Entropy"), rows)
+    else:
+        page.thumbnails([(f"number {i}: {s}", _png(items[i])) for i, s in zip(worst, said, strict=True)])
+
+
+def _png(image: Any) -> str:
+    """Return an image, (H, W), (1 or 3, H, W) or (H, W, 3), as a PNG in base64, from its darkest to its lightest."""
+    import matplotlib.image
+    import torch
+
+    values = torch.as_tensor(image).detach().cpu().double()
+    values = values.permute(1, 2, 0) if values.dim() == 3 and values.shape[0] in (1, 3) else values
+    if values.dim() not in (2, 3) or (values.dim() == 3 and values.shape[-1] not in (1, 3)):
+        raise ValueError(f"items must be texts or images such as (H, W) or (3, H, W), got shape {tuple(values.shape)}")
+    values = (values - values.min()) / (values.max() - values.min()).clamp_min(1e-12)
+    rgb = values.squeeze(-1) if values.shape[-1] == 1 else values
+    buffer = io.BytesIO()
+    matplotlib.image.imsave(buffer, rgb.numpy(), cmap="gray", format="png")
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
 def _informative(predictive: Any) -> dict[str, Any]:
     """Return the entropy and, where it is more than rounding, the mutual information."""
     kinds = {"Entropy": predictive.entropy}
     if predictive.mutual_information.max() > _NO_INFORMATION:
         kinds["Mutual information"] = predictive.mutual_information
     return kinds
+
+
+def _made() -> str:
+    """Say when and by what the page was made."""
+    import torch
+
+    try:
+        own = version("bayesify")
+    except PackageNotFoundError:  # imported from a folder
+        own = "of a checkout"
+    return f"Made on {date.today().isoformat()} by bayesify {own} with torch {torch.__version__}."
 
 
 def _number(value: float) -> str:
@@ -286,6 +341,15 @@ class Page:
         )
         self._parts.append(f'<div class="pictures">\n{shown}\n</div>')
 
+    def thumbnails(self, images: Sequence[tuple[str, str]]) -> None:
+        """Add small images, PNGs in base64, with their captions."""
+        shown = "\n".join(
+            f'<figure><img width="112" style="image-rendering: pixelated" alt="{escape(caption)}" '
+            f'src="data:image/png;base64,{png}"><figcaption>{escape(caption)}</figcaption></figure>'
+            for caption, png in images
+        )
+        self._parts.append(f'<div class="pictures">\n{shown}\n</div>')
+
     def html(self) -> str:
         """Return the page as it stands."""
         title, subtitle = self._head
@@ -294,7 +358,7 @@ class Page:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-            f"<header>\n<h1>{title}</h1>\n<p>{subtitle}</p>\n</header>\n{body}\n</main>\n</body>\n</html>\n"
+            f"<header>\n<h1>{title}</h1>\n<p>{subtitle}</p>\n</header>\n{body}\n<footer><small>{escape(_made())}</small></footer>\n</main>\n</body>\n</html>\n"
         )
 
     def write(self, path: str | os.PathLike[str]) -> Path:
