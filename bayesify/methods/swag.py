@@ -7,7 +7,7 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
 from bayesify.model.shards import on_shard, part
-from bayesify.model.wrapping import named_posteriors
+from bayesify.model.wrapping import named_posteriors, scopes_of
 from bayesify.prediction.statistics import STALE
 
 SHARED = name_key("swag/shared")
@@ -31,19 +31,20 @@ class SWAG(Tempered):
 
     Any optimizer trains the model, and its steps are noticed. The spread is that of the optimizer's own path, so the
     learning rate is a part of the method: at a small one the iterates hardly differ. With `steps`, the length of the
-    training, the method has a schedule. The first half is the optimizer's own. From `start` on the rate is the largest
+    training, the method has a schedule. Three quarters are the optimizer's own. From `start` on the rate is the largest
     one again, whatever a scheduler says, and ten iterates are collected. With a `low` below `high` it goes from one to
     the other, by a cosine, in cycles of `every` steps, of which the last is collected.
 
-    Without `steps` the rates are yours: `start` and `every` say what is collected, or `collect(model)` does. In mean
-    mode the model is the mean of the iterates. The statistics of BatchNorm layers are the last iterate's; `predict(...,
-    update_bn=train_loader)` computes those of every sample.
+    Without `steps` the rates are yours. By default ten iterates or so of the path's latter half are kept, however long
+    it gets; `start` and `every` say it exactly, or `collect(model)` does. In mean mode the model is the mean of the
+    iterates. The statistics of BatchNorm layers are the last iterate's; `predict(..., update_bn=train_loader)` computes
+    those of every sample.
 
     Attributes:
         steps: How many optimizer steps training takes; None leaves the learning rate alone. `BayesTrainer` knows it.
-        start: Steps before the first that counts; None is half of `steps`, or 0.
-        every: Every how many steps after these an iterate is collected; None is a tenth of the rest of `steps`, and
-            without `steps` nothing is collected but by `collect`, as with 0.
+        start: Steps before the first that counts; None is three quarters of `steps`, or 0.
+        every: Every how many steps after these an iterate is collected; None is a tenth of the rest of `steps`; with 0
+            nothing is collected but by `collect`.
         high: The learning rate at the beginning of a cycle, over the largest one before.
         low: The learning rate at the end of a cycle, likewise; the same as `high` for a constant rate.
         rank: K, how many of the last iterates are kept, each of the parameters' size; at least 2.
@@ -89,14 +90,28 @@ class SWAG(Tempered):
     @property
     def first(self) -> int:
         """How many steps pass before the first that counts."""
-        return self.start if self.start is not None else (self.steps or 0) // 2
+        if self.start is not None or self.steps is None:
+            return self.start or 0
+        return min(3 * self.steps // 4, self.steps - 2)
 
     @property
     def period(self) -> int:
         """Every how many steps an iterate is collected; 0 is never."""
         if self.every is not None or self.steps is None:
-            return self.every or 0
+            return 1 if self.every is None else self.every
         return max((self.steps - self.first) // CYCLES, 1)
+
+    @property
+    def latter(self) -> bool:
+        """Whether the latter half of the path so far is collected, since nobody has said how long it gets."""
+        return self.steps is None and self.start is None and self.every is None
+
+    def pace(self, step: int) -> int:
+        """Return every how many steps the latter half of a path is collected: a power of two, for ten or so of them."""
+        pace = 1
+        while step > 2 * pace * min(self.rank, CYCLES):
+            pace *= 2
+        return pace
 
     def rate_factor(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> float | None:
         """Return low + (high - low) (1 + cos(pi r))/2; r goes from 0 at a cycle's first step to 1 at its last.
@@ -121,9 +136,19 @@ class SWAG(Tempered):
             if isinstance(posterior, SWAGPosterior) and id(posterior.original) in moved:
                 posterior.steps += 1
                 since = posterior.steps - self.first
-                if self.period and since > 0 and since % self.period == 0:
+                if self.latter:
+                    self._follow(posterior)
+                elif self.period and since > 0 and since % self.period == 0:
                     with on_shard(posterior) as own:
                         own.collect()
+
+    def _follow(self, posterior: "SWAGPosterior") -> None:
+        """Keep the multiples of the pace among the steps of the path's latter half."""
+        step = posterior.steps
+        pace = self.pace(step)
+        if step % pace == 0:
+            with on_shard(posterior) as own:
+                own.slide(step // pace - step // 2 // pace, slower=self.pace(step - pace) < pace)
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before the second iterate; a parameter that nobody has moved since stays a point."""
@@ -142,7 +167,7 @@ class SWAGPosterior(MomentsPosterior):
     moments = ("count", "average", "scatter", "iterates")
     results = ("steps",)
     missing = (
-        "SWAG needs two iterates; tell it how long training is, bayesify(model, 'swag', steps=...), or call "
+        "SWAG needs two iterates; train first (beyond start + 2 * every steps where these were given), or call "
         "bayesify.methods.swag.collect(model) now and then"
     )
 
@@ -247,6 +272,20 @@ class SWAGPosterior(MomentsPosterior):
         else:
             self.iterates[(n - 1) % self.rank] = theta
 
+    @torch.no_grad()
+    def slide(self, kept: int, *, slower: bool) -> None:
+        """Keep the present value and the iterates before it, `kept` in all; if slower, every second one of those."""
+        before = self.original.new_empty(0) if self.iterates is None else self.iterates
+        self._forget_moments()
+        self.collect()
+        if len(before) and kept > 1:
+            assert self.iterates is not None
+            before = before[(len(before) - 1) % 2 :: 2] if slower else before
+            self.iterates = torch.cat([before, self.iterates])[-kept:]
+            self.average = self.iterates.mean(0)
+            self.scatter = (self.iterates - self.average).square_().sum(0)
+            self.count = torch.full_like(self.count, len(self.iterates))  # type: ignore[arg-type]
+
     # -- state -------------------------------------------------------------------------------------------------
 
     def stored(self) -> dict[str, Tensor]:
@@ -292,7 +331,8 @@ class SWAGPosterior(MomentsPosterior):
 def collect(model: nn.Module) -> None:
     """Collect the present weights of a model of method "swag", all at once.
 
-    For schedules of your own, such as one iterate at the end of each epoch; with `every=0` nothing else collects.
+    For schedules of your own, such as one iterate at the end of each epoch. With `every=0` nothing else collects, and
+    by default nothing else from the first call on.
 
     Args:
         model: A model bayesified with "swag", or a module that contains one.
@@ -316,6 +356,11 @@ def collect(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no posterior of method 'swag'; call bayesify(model, 'swag') first"
         )
+    for scope in scopes_of(model):
+        if isinstance(scope.method, SWAG) and scope.method.latter:
+            scope.method = replace(scope.method, every=0)
+            for posterior in (p for p in scope.posteriors if isinstance(p, SWAGPosterior)):
+                posterior._forget_moments()
     for posterior in found:
         with on_shard(posterior) as own:
             own.collect()
