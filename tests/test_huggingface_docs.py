@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_zoo import BY_NAME
-from transformers import BatchEncoding
+from transformers import BatchEncoding, BertTokenizer
 
 import bayesify
 
@@ -27,21 +27,32 @@ class Words:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")
-def test_the_snippets_run(tmp_path, monkeypatch):
+def test_the_snippets_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     BY_NAME["Bert"].build().save_pretrained("encoder")
     rows = [{"input_ids": torch.randint(3, 40, (5,)), "labels": torch.tensor(i % 2)} for i in range(8)]
     space = {"encoder": "encoder", "train_set": rows, "dev_set": rows[:4], "tokenizer": Words(), "targets": ["q_proj"]}
     page = (ROOT / "docs" / "huggingface.md").read_text()
-    training, folders, generation, adapters = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    training, folders, members, classifying, generation, adapters, serving = re.findall(
+        r"```python\n(.*?)```", page, flags=re.DOTALL
+    )
     exec(training, space)
     exec(folders, space)
+    exec(members, space)
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "fine", "film"])}
+    exec(classifying, {**space, "text_tokenizer": BertTokenizer(vocab=words)})
+    found = capsys.readouterr().out
+    assert "mutual_information" in found.splitlines()[-1]
     exec(generation, {**space, "language_model": bayesify.bayesify(BY_NAME["Llama"].build(), "vi")}, out := {})
     assert out["out"].mutual_information.shape[:2] == (8, 1)
     space["language_model"] = BY_NAME["Llama"].build()
     exec(adapters, space)
     assert type(space["merged"]).__name__ == "LlamaForCausalLM"
+    space["language_model"] = BY_NAME["Llama"].build()
+    exec(adapters.partition("save_pretrained")[0], space)
+    exec(serving, {**space, "posterior": space["adapted"]}, out)
+    assert [folder.name for folder in out["folders"]] == [f"sample-{i}" for i in range(4)]
 
 
 def test_the_example_reads_a_file_and_fine_tunes(tmp_path):
