@@ -1,6 +1,7 @@
 """FSDP2 on two processes, with its default resharding: what one process gets, of state that is cut in two."""
 
 import os
+import runpy
 import weakref
 from functools import cache
 from pathlib import Path
@@ -181,6 +182,7 @@ def errors() -> dict:
         "bayesify": told(lambda: bayesify(plain, "vi")),
         "columns": told(lambda: columns(torch.ones(2, 4))),
         "bare read": told(lambda: shard(build("vi")).train().inp.weight),
+        "seeds": told(lambda: predict(shard(build("vi")), data(0)[0], samples=2, seed=ranks.rank())),
     }
 
 
@@ -298,6 +300,7 @@ def test_a_graph_keeps_seeds_and_no_thetas(found: list[dict], method: str):
         ("bayesify", "call bayesify first, then fully_shard"),
         ("columns", "leave out fully_shard's shard_placement_fn"),
         ("bare read", "is sharded now"),
+        ("seeds", "the same seed on all processes"),
     ],
 )
 def test_what_cannot_be_done_is_an_error(found: list[dict], what: str, message: str):
@@ -311,3 +314,12 @@ def test_the_loss_is_not_flat():
     x, y = data(0)
     with torch.no_grad():
         assert float(F.cross_entropy(model(x), y)) != float(F.cross_entropy(model(x), y))
+
+
+def example() -> None:
+    """What each process runs of the page about several devices."""
+    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "bytes_per_process.py"))
+
+
+def test_the_bytes_of_the_page_can_be_measured():
+    assert ranks.run(__file__, "example") == [0] * RANKS

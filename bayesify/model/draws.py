@@ -30,6 +30,7 @@ class Draw:
         self.pinned = pinned
         self.fresh = fresh
         self.keep = keep
+        self.agreed = False
         self.kept: dict[Posterior, Tensor] = {}
         self.parts: dict[int, Draw] = {}
 

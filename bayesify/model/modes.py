@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bayesify.model.draws import Mode
+from bayesify.model.seeds import check_shared
 
 if TYPE_CHECKING:
     from bayesify.model.scopes import Scope
@@ -45,6 +46,9 @@ def override(scopes: Iterable["Scope"], mode: Mode) -> Iterator[None]:
     if mode.draw is not None:
         for block in blocks:
             block.scope.method.check_ready(block.scope.posteriors)
+        if not mode.draw.agreed and any(block.scope.sharded for block in blocks):
+            check_shared(mode.draw.seed)
+            mode.draw.agreed = True
     _INSIDE.set((*_INSIDE.get(), *blocks))
     with _LOCK:
         _OPEN.extend(blocks)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bayesify.engine import noise as noises
+from bayesify.model.ranks import gathered
 
 
 def in_a_group() -> bool:
@@ -29,6 +30,15 @@ def shared_seed() -> int:
     if in_a_group() and torch.distributed.get_world_size() > 1:
         torch.distributed.broadcast_object_list(seed)
     return seed[0]
+
+
+def check_shared(seed: int) -> None:
+    """Raise where the processes of a sharded model ask for different samples, of each of which they hold a part."""
+    if len(set(gathered(seed))) > 1:
+        raise ValueError(
+            "the processes of a sharded model ask for different samples, and would each bring a part of another one; "
+            "give sample, samples and predict the same seed on all processes, or none"
+        )
 
 
 def draw_seeds(n: int, seed: int | None) -> list[int]:

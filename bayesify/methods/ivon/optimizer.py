@@ -136,7 +136,8 @@ class IVON(torch.optim.Optimizer):
 
         In units of the priors, h sigma^2: sum g^ eps s over sum (s/sigma)^2 is its mean over all weights.
         """
-        cost = units = scatter = count = 0.0
+        cost = units = 0.0
+        scatter: list[float] = []  # of every tensor: the sum of its squares, and of how many
         for posterior, scope in ((part_of(p), scope) for p, scope in self._own):
             grad = posterior.original.grad
             if grad is None:
@@ -144,14 +145,14 @@ class IVON(torch.optim.Optimizer):
             s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
             cost += float((grad * eps * s).sum(dtype=wide(s)))
             units += float((s / posterior.prior_sig).square().sum(dtype=wide(s)))
-            # The widest tensor decides: where estimates scatter most, their square would stop the mean.
-            scatter = max(scatter, float((grad * eps / s * posterior.prior_sig**2).square().mean(dtype=wide(s))))
-            count += grad.numel()
-        cost, units, scatter, count = _over_shards(self._own[0][0], cost, units, scatter, count)
-        if not count:
+            squares = (grad * eps / s * posterior.prior_sig**2).square().sum(dtype=wide(s))
+            scatter += [float(squares), float(grad.numel())]
+        cost, units, *scatter = _over_shards(self._own[0][0], cost, units, *scatter)
+        if not scatter:
             return
         run["costs"] = [*run["costs"], cost / units]
-        run["scatter"] += scatter / WARM
+        # The widest tensor decides: where estimates scatter most, their square would stop the mean.
+        run["scatter"] += max(a / b for a, b in zip(scatter[::2], scatter[1::2], strict=True)) / WARM
         if run["step"] < WARM:
             return
         costs = torch.tensor(run["costs"], dtype=torch.float64)
