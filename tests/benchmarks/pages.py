@@ -13,6 +13,7 @@ EVIDENCE = ROOT / "docs" / "results" / "evidence"
 COSTS = {"mlp, batch 128": "MLP", "vit_b_32, batch 8": "ViT-B/32", "resnet50, batch 8": "ResNet-50"}
 METHODS = {  # by the evidence's row: what a weight is, and how the method is used
     "la_last_kron": ("Gaussian by the curvature, in the last layer", "the three lines; one pass at prediction"),
+    "mix5_la_last_kron": ("of one of five models", "`mix(models)` of five such, trained apart"),
     "vi": ("`m + eps * s`, both trained", "the default of a training"),
     "ivon": ("`m + eps * s`, `s` by the optimizer", "`IVON(model, lr, num_data=N)` is the optimizer"),
     "mc_dropout": ("trained, or with probability p the prior mean", 'as `"vi"`'),
@@ -21,8 +22,8 @@ METHODS = {  # by the evidence's row: what a weight is, and how the method is us
     "la": ("Gaussian by the curvature", "`fit_laplace(model, loader)` after training"),
     "vanilla": ("the trained value", "the baseline, and members of `mix`"),
 }
-NAMES = {"la_last_kron": '`"la"`, last layer'}
-KINDS = {"la_last_kron": "closed"}
+NAMES = {"la_last_kron": '`"la"`, last layer', "mix5_la_last_kron": "five of them"}
+KINDS = {"la_last_kron": "closed", "mix5_la_last_kron": "closed"}
 
 
 def with_table(readme, results, found=None):
