@@ -302,8 +302,9 @@ class VIPosterior(Posterior):
             spread = (self.rho.numel() - row.numel) * (math.log(self.prior_sig) - 0.5) - (logs - float(row.logs))
             return mean.new_tensor(factor * (away + squares - float(row.squares)) + scale * spread, dtype=torch.float64)
         s, row = link.std(self.rho), self._row_sums()
-        logs_all = link.log_std(self.rho, s).to(wide(s)).sum() - row.logs
-        squares_all = s.to(wide(s)).square().sum() - row.squares
+        logs_all = link.log_std(self.rho, s).sum(dtype=wide(s)) - row.logs
+        each = s if torch.compiler.is_compiling() else s.to(wide(s))  # a compiled gradient would be of that precision
+        squares_all = each.square().sum(dtype=wide(s)) - row.squares
         spread_all = (s.numel() - row.numel) * (math.log(self.prior_sig) - 0.5) - logs_all
         square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * squares_all
         return quadratic_energy(mean, self, self.precision, scale) + square + scale * spread_all
