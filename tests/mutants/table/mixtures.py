@@ -10,9 +10,23 @@ MUTANTS = [
         ("both parts in full", "(self.scatter / (2 * (", "(self.scatter / (1 * (", "covariance"),
         ("divided by K", "math.sqrt(2 * (len(self.iterates) - 1))", "math.sqrt(2 * len(self.iterates))", "covariance"),
         ("the newest is overwritten", "self.iterates[(n - 1) % self.rank]", "self.iterates[-1]", "covariance"),
+        ("the scheduler's rate in a cycle", "(1 + math.cos(math.pi * r)) / 2", "1.0", "cosine"),
+        ("the pace never slows down", "pace *= 2", "break", "latter_half"),
+        ("the first half stays", "self.iterates])[-kept:]", "self.iterates])", "latter_half"),
         ("every step from the start on", "since % self.period == 0", "since % 1 == 0", "any_optimizer"),
         ("one iterate is enough", "return self.collected > 1", "return self.collected > 0", "nothing_to_sample"),
         ("noise on the padding row", "shared[:, self.fixed_row] = 0", "pass", "padding"),
+    ),
+    *of(
+        "prediction/statistics.py",
+        "test_swag.py",
+        ("every batch starts anew", "if norm not in reached:", "if True:", "every_sample"),
+        (
+            "the model loses its own statistics",
+            "finally:\n        _put_back(norms, kept)",
+            "finally:\n        pass",
+            "every_sample",
+        ),
     ),
     *of(
         "methods/cycles.py",
