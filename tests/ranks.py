@@ -20,7 +20,7 @@ NUM_DATA = 64
 STEPS = 20
 
 
-def run(file: str, function: str, *arguments: Any, timeout: float = 240) -> list[int]:
+def run(file: str, function: str, *arguments: Any, timeout: float = 500) -> list[int]:
     """Call `function(*arguments)` of a test file on every rank, and return the exit codes with what went wrong."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

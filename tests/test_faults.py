@@ -71,7 +71,7 @@ def test_a_restart_after_a_death_goes_on_exactly(tmp_path):
     codes = ranks.run(__file__, "dies", tmp_path)
     assert codes[1] == 9
     assert codes[0] not in (0, None)
-    assert time.monotonic() - start < 3 * TIMEOUT
+    assert time.monotonic() - start < 8 * TIMEOUT  # a busy machine starts slowly
     for rank in ranks.gather(__file__, "goes_on", tmp_path):
         for kind, (at_once, resumed) in rank.items():
             for name, value in at_once.items():

@@ -85,7 +85,7 @@ def on_every_rank(folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainer")
-    assert ranks.run(__file__, "on_every_rank", folder, timeout=300) == [0] * ranks.RANKS
+    assert ranks.run(__file__, "on_every_rank", folder) == [0] * ranks.RANKS
     return folder
 
 
