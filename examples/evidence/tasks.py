@@ -223,7 +223,7 @@ class Photos(Task):
         "weights at 128 pixels, the upper three blocks and the head trained; shifts blur or darken; OOD: 150 MNIST "
         "digits in RGB"
     )
-    epochs, batch, lr, lr_head, sgd_lr = 8, 16, 3e-3, 3e-2, 3e-3
+    epochs, batch, lr, lr_head, sgd_lr = 8, 16, 1e-3, 1e-2, 1e-3
     size, first, tested = 128, 4, 153
 
     def __init__(self, seed):
