@@ -30,10 +30,6 @@ def best(table, ways, score="nll"):
     return min(ways, key=lambda way: table.mean(*way, score))
 
 
-def difference(apart, digits=4):
-    return f"{apart.mean:+.{digits}f} ± {apart.error:.{digits}f}"
-
-
 def summary(tables):
     """Return a few lines: on each task what is best, for one pass and at any cost, and what does not pay."""
     lines = ["## In short", ""]
@@ -47,8 +43,8 @@ def summary(tables):
         below = [w for w in ways if table.paired(w, BAR, "nll").mean < -table.paired(w, BAR, "nll").error]
         lines.append(
             f"- **{name}**: plain + temperature has NLL {table.mean(*BAR, 'nll'):.4f}; the best Bayesian row is "
-            f"{named(top)} with {difference(table.paired(top, BAR, 'nll'))} against it, of one pass {named(one)} with "
-            f"{difference(table.paired(one, BAR, 'nll'))}; {len(below)} of {len(ways)} rows are below it by more "
+            f"{named(top)} with {table.paired(top, BAR, 'nll').shown()} against it, of one pass {named(one)} with "
+            f"{table.paired(one, BAR, 'nll').shown()}; {len(below)} of {len(ways)} rows are below it by more "
             "than a standard error."
         )
     return lines
@@ -72,7 +68,7 @@ def pair(one, other, score="nll", other_score=None, *, margin=0.0, higher=False)
         if one[0] not in table.rows or other[0] not in table.rows:
             return None
         apart = table.paired(one, other, score, other_score)
-        return holds(apart, margin, higher), difference(apart)
+        return holds(apart, margin, higher), apart.shown()
 
     return check
 
@@ -89,7 +85,7 @@ def best_bayesian(table):
         return None
     top = best(table, ways)
     apart = table.paired(top, BAR, "nll")
-    return holds(apart), f"{named(top)} {difference(apart)}"
+    return holds(apart), f"{named(top)} {apart.shown()}"
 
 
 def cheap_against_ensemble(table):
@@ -98,7 +94,7 @@ def cheap_against_ensemble(table):
         return None
     top = best(table, ways)
     apart = table.paired(top, ENSEMBLE, "nll")
-    return holds(apart), f"{named(top)} {difference(apart)}"
+    return holds(apart), f"{named(top)} {apart.shown()}"
 
 
 def recommended_mi(table):
@@ -114,7 +110,7 @@ def best_ood(table):
         return None
     way, score = max(ways, key=lambda pair: table.mean(*pair[0], pair[1]))
     apart = table.paired(way, PLAIN, score, "ood_entropy")
-    return apart.mean >= 0.03, f"{named(way)}, {score.removeprefix('ood_')}, {difference(apart, 3)}"
+    return apart.mean >= 0.03, f"{named(way)}, {score.removeprefix('ood_')}, {apart.shown(3)}"
 
 
 def all_methods(one, other):
@@ -123,7 +119,7 @@ def all_methods(one, other):
     def check(table):
         beside = {m: PLAIN if other == "plain" else (m, other) for m in METHODS if m in table.rows}
         found = {m: table.paired((m, one), way, "nll") for m, way in beside.items()}
-        wrong = [f", {m} {difference(apart)}" for m, apart in found.items() if not holds(apart)]
+        wrong = [f", {m} {apart.shown()}" for m, apart in found.items() if not holds(apart)]
         return (not wrong, f"{len(found) - len(wrong)} of {len(found)}" + "".join(wrong)) if found else None
 
     return check

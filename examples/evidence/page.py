@@ -53,7 +53,7 @@ def cells(table, row, kind):
     same = (row, kind) == BAR
     return [
         f"{get(row, kind, 'nll'):.4f}",
-        "" if same else f"{apart.mean:+.4f} ± {apart.error:.4f}",
+        "" if same else apart.shown(),
         "" if same else f"{apart.lower} of {apart.count} (p {apart.sign_test:.2f})",
         f"{100 * get(row, kind, 'error'):.1f}",
         f"{get(row, kind, 'brier'):.3f}",

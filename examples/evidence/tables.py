@@ -20,6 +20,11 @@ class Apart(NamedTuple):
         """Whether the mean is at most 0 within one standard error."""
         return self.mean <= (0 if math.isnan(self.error) else self.error)
 
+    def shown(self, digits=4):
+        """The mean with its standard error, which one seed does not have."""
+        error = "(one seed)" if math.isnan(self.error) else f"± {self.error:.{digits}f}"
+        return f"{self.mean:+.{digits}f} {error}"
+
     @property
     def sign_test(self):
         """The probability of a count at least as far from half, if both signs were equally likely."""
