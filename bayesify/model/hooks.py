@@ -1,5 +1,6 @@
 """The hooks by which every module tells its model's scope where a forward begins and ends."""
 
+import copy
 import sys
 from collections import OrderedDict
 from types import FunctionType
@@ -10,13 +11,26 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from bayesify.model.scopes import Scope
+from bayesify.model.surface import refuse_to_pickle
 
 
-class Enter:
-    """Forward pre-hook: a module's forward begins."""
+class Hook:
+    """What knows a model's scope. A copy of the model has its own, and a pickle none: its modules refuse that."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        twin.scope = copy.deepcopy(self.scope, memo)
+        return twin
+
+    def __reduce__(self) -> Any:
+        refuse_to_pickle(self)
+
+
+class Enter(Hook):
+    """Forward pre-hook: a module's forward begins."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Enter the scope, with the stack frame that lives as long as the forward."""
@@ -26,11 +40,8 @@ class Enter:
             self.scope.enter(module, sys._getframe(1))
 
 
-class Leave:
+class Leave(Hook):
     """Forward hook, called on exceptions too: a module's forward ends."""
-
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the scope."""

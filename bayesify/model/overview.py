@@ -118,13 +118,13 @@ def summary(model: nn.Module) -> Summary:
     Example:
         >>> import torch
         >>> from bayesify import bayesify, summary
-        >>> summary(bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=0.1))
+        >>> summary(bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=0.1))  # doctest: +ELLIPSIS
         parameter  shape  posterior      prior             note
         -------------------------------------------------------
         weight     2x3    vi, std 0.001  N(theta0, 0.1^2)
         bias       2      vi, std 0.001  N(theta0, 0.1^2)  bias
         -------------------------------------------------------
-        method: VI(bias='informative', nst=5, weights=None, link='softplus', init_sig=None, natural=False, kld=1.0)
+        method: VI(bias='informative', nst=5, ..., link='softplus', init_sig=None, natural=False, kld=1.0)
         Bayesian: 8 of 8 parameters (100.0%) in 2 tensors; posteriors keep 0.0 MiB more
     """
     scopes = scopes_of(model)

@@ -65,7 +65,7 @@ def _derive(like: Any, names: frozenset[str], *, shared: bool) -> Any:
         "__qualname__": base.__qualname__,
         "__setattr__": assign,
         "__delattr__": delete,
-        "__getstate__": _refuse_to_pickle,
+        "__getstate__": refuse_to_pickle,
         "_bayesian": names,
         **{name: _drawn(name) for name in names},
     }
@@ -80,7 +80,7 @@ def _drawn(name: str) -> property:
     return property(lambda self: self.parametrizations[name]())
 
 
-def _refuse_to_pickle(module: nn.Module) -> Any:
+def refuse_to_pickle(part: Any) -> Any:
     """Say how a bayesified model is kept, in the place of torch's own refusal."""
     raise RuntimeError(
         "a bayesified model cannot be pickled, nor copied without its parameters: this is only supported through "
