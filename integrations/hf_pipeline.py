@@ -12,6 +12,7 @@ from transformers.utils.generic import ModelOutput
 from bayesify.model.mixture import Mixture
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.predicting import predict
 from bayesify.prediction.predictive import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples, default_samples
@@ -46,12 +47,14 @@ def pipeline(
 
     A result has, beside its label and the averaged score, `entropy` (all of the doubt about this input, in nats) and
     `mutual_information` (the part of it that the samples disagree about). The samples are drawn once, at the first
-    input: make another pipeline where the model has been trained on.
+    input: make another pipeline where the model has been trained on. A single label is a yes or no, as in Hugging
+    Face's own.
 
     Args:
         task: "text-classification", "image-classification" or "audio-classification".
         model: A bayesified model or a mixture, or the folder or hub id of one.
-        samples: How many posterior samples; None is the method's `nst`, 0 the posterior mean.
+        samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has, as
+            `predict` does: the closed form of a last layer, else the method's `nst` samples.
         seed: Which samples.
         **options: For `transformers.pipeline`, such as `tokenizer`, `image_processor`, `device` or `top_k`; a folder's
             own tokenizer or processor is found.
@@ -60,7 +63,7 @@ def pipeline(
         The pipeline.
 
     Raises:
-        ValueError: The task is another, the model has no posterior, or `samples` is out of range.
+        ValueError: The task is another, the model has no posterior or is a regression, or `samples` is out of range.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
@@ -83,12 +86,19 @@ def pipeline(
     if not isinstance(model, nn.Module):
         options.setdefault(reader, os.fspath(model))
         whole = from_pretrained(model)
-    scopes_of(whole)
+    scopes = scopes_of(whole)
+    if getattr(getattr(whole, "config", None), "problem_type", None) == "regression":
+        raise ValueError(
+            "a pipeline gives the scores of classes, and the model's problem_type is 'regression'; use "
+            "predict(model, inputs, task='regression')"
+        )
     cls = type(f"Bayesian{name}", (_Uncertain, getattr(transformers, name)), {})
     first = whole.members[0] if isinstance(whole, Mixture) else whole
     made: Any = transformers.pipeline(task, model=first, pipeline_class=cls, **options)  # type: ignore[call-overload]
     made.whole = whole.to(made.device).eval()
     made.thetas = PinnedSamples(made.whole, default_samples(made.whole) if samples is None else samples, seed)
+    made.seed = seed
+    made.exact = samples is None and any(scope.method.closed_form(scope) is not None for scope in scopes)
     return made
 
 
@@ -97,11 +107,17 @@ class _Uncertain:
 
     whole: nn.Module
     thetas: PinnedSamples
+    seed: int
+    exact: bool  # whether a closed form takes the place of samples
     model: Any
 
     def _forward(self, model_inputs: Any) -> Averaged:
-        """Average the samples' outputs on a batch."""
-        several = self.model.config.problem_type == "multi_label_classification"
+        """Average the posterior's outputs on a batch."""
+        config = self.model.config
+        several = config.problem_type == "multi_label_classification" or config.num_labels == 1
+        if self.exact and not several:
+            found = predict(self.whole, dict(model_inputs), seed=self.seed, keep_samples=False)
+            return Averaged(found.log_probs.float(), found.entropy, found.mutual_information)
         average, own = Average("labels" if several else "classes"), self.model
         entropies: list[Tensor] = []
         for i in self.thetas:
