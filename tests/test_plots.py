@@ -1,6 +1,7 @@
 """What the pictures and the page contain, and that they leave no trace outside of themselves."""
 
 import base64
+import copy
 import doctest
 import re
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import bayesify.quality.plots
 import bayesify.quality.report
 from bayesify import bayesify as make_bayesian
-from bayesify import metrics, plots, predict
+from bayesify import fit_laplace, metrics, mix, plots, predict
 from bayesify.prediction.predictive import Predictive
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -304,6 +305,21 @@ def test_report_measures_detection(page, inside, outside):
     assert page.values_of("FPR95") == pytest.approx([metrics.fpr95(*pair) for pair in pairs], abs=5.1e-5)
     means = [value.expected_entropy.mean().item() for value in (inside, outside)]
     assert page.values_of("Expected entropy") == pytest.approx(means, abs=5.1e-5)
+
+
+def test_report_says_by_which_method(tmp_path):
+    x, plain = torch.randn(8, 3), torch.nn.Linear(3, 2)
+    one = make_bayesian(copy.deepcopy(plain), "vi", init_sig=0.1)
+    several = mix([one, make_bayesian(copy.deepcopy(plain), "vanilla")])
+    fitted = fit_laplace(make_bayesian(copy.deepcopy(plain), "la"), [(x, torch.arange(8) % 2)], structure="kron")
+    for model, said in {
+        plain: "8 examples · 2 classes · no samples",
+        one: "8 examples · 2 classes · method vi · 5 posterior samples",
+        several: "8 examples · 2 classes · method mixture of 2: vi, vanilla · 6 posterior samples",
+        fitted: "8 examples · 2 classes · method la · in closed form",
+    }.items():
+        page = plots.report(predict(model, x, seed=0)[:8], tmp_path / "method.html").read_text(encoding="utf-8")
+        assert f"<p>{said}</p>" in page
 
 
 def test_report_writes_small_numbers_with_three_digits(tmp_path):

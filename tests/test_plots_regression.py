@@ -49,7 +49,8 @@ def test_the_calibration_curve_is_the_coverage_of_every_level(out):
 def test_the_report_takes_a_regression(out, tmp_path):
     _, prediction = out
     page = plots.report(prediction, tmp_path / "r.html").read_text()
-    for word in ("RMSE", "CRPS", "Coverage", "Epistemic", "Aleatoric", "10 posterior samples", "data:image/svg"):
+    assert "method vi · 10 posterior samples" in page
+    for word in ("RMSE", "CRPS", "Coverage", "Epistemic", "Aleatoric", "data:image/svg"):
         assert word in page
     without = plots.report(replace(prediction, labels=None), tmp_path / "s.html")
     assert "no targets" in without.read_text()

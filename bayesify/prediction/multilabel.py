@@ -25,6 +25,7 @@ class MultilabelPredictive:
         logits: Per-sample logits, (S, N, ...); None where they were not kept.
         labels: The labels that came with the data, or None.
         num_samples: S; 0 where the posterior mean was used.
+        method: The name of the model's method; empty where it has none, or is not known.
     """
 
     log_probs: Tensor
@@ -32,6 +33,7 @@ class MultilabelPredictive:
     logits: Tensor | None
     labels: Tensor | None
     num_samples: int
+    method: str = ""
 
     @property
     def probs(self) -> Tensor:

@@ -5,8 +5,9 @@ each time, is read once, each batch under the same pinned draws. So it is where 
 that part is then computed once per batch. The members of a mixture take turns, and their predictions are averaged.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple, overload
 
@@ -161,7 +162,8 @@ def predict(
         for m, count in zip(members, counts, strict=True)
         if m.number in exact or count or len(members) == 1
     ]
-    return average(parts) if places is None else together(average(parts), places)
+    found = replace(average(parts), method=_methods(members))
+    return found if places is None else together(found, places)
 
 
 class Member(NamedTuple):
@@ -262,6 +264,12 @@ def _with_noise(found: Found, scopes: list[Scope], task: str) -> Found:
     return (
         found.with_noise(noise) if isinstance(found, RegressionPredictive) and task == "regression" and noise else found
     )
+
+
+def _methods(members: Sequence[Member]) -> str:
+    """Name the methods of a model, such as "la", or of a mixture's members, such as "mixture of 5: la"."""
+    names = dict.fromkeys(scope.method.name for member in members for scope in member.scopes)
+    return f"mixture of {len(members)}: " * (len(members) > 1) + ", ".join(names)
 
 
 def is_plain(model: nn.Module) -> bool:

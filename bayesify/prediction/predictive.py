@@ -37,6 +37,7 @@ class Predictive:
         num_samples: S; 0 where the posterior mean or a closed form was used.
         closed_form: Whether the average is over Gaussian logits, by `bayesify.prediction.gaussian.GaussianLogits`;
             `logits` are then the mean's, (1, N, ..., K).
+        method: The name of the model's method, for reports; empty where it has none, or is not known.
     """
 
     log_probs: Tensor
@@ -45,6 +46,7 @@ class Predictive:
     labels: Tensor | None
     num_samples: int
     closed_form: bool = False
+    method: str = ""
 
     @classmethod
     def from_logits(cls, logits: "Array | Sequence[Array]", labels: Any = None) -> "Predictive":

@@ -38,6 +38,7 @@ class RegressionPredictive:
         labels: The targets that came with the data, or None.
         num_samples: S; 0 where the posterior mean or a closed form was used.
         closed_form: Whether mean and spread are exact; `outputs` are then the mean's, (1, N, ...).
+        method: The name of the model's method, for reports; empty where it has none, or is not known.
     """
 
     mean: Tensor
@@ -48,6 +49,7 @@ class RegressionPredictive:
     labels: Tensor | None
     num_samples: int
     closed_form: bool = False
+    method: str = ""
 
     @property
     def std(self) -> Tensor:

@@ -115,8 +115,7 @@ def write_report(
 
 def _write_regression(predictive: Any, path: str | os.PathLike[str], title: str) -> Path:
     """Write the page of a regression: scores, calibration of its intervals, and both kinds of doubt."""
-    draws = f" · {predictive.num_samples} posterior samples" if predictive.num_samples else ""
-    page = Page(title, f"{len(predictive):,} examples{draws}")
+    page = Page(title, " · ".join([f"{len(predictive):,} examples", *_way(predictive, predictive.outputs)]))
     page.section("Scores")
     if predictive.labels is None:
         page.note("The data has no targets: scores and calibration are left out.")
@@ -134,12 +133,21 @@ def _size(predictive: Any, ood: Any) -> str:
     """Say how much data and how many samples the page is about."""
     examples, classes = predictive.probs.shape
     parts = [f"{examples:,} examples", f"{classes:,} classes"]
-    if predictive.logits is not None:
-        draws = len(predictive.logits)
-        parts.append(f"{draws} posterior sample{'s' if draws != 1 else ''}")
+    parts += _way(predictive, predictive.logits)
     if ood is not None:
         parts.append(f"{len(ood.probs):,} out-of-distribution examples")
     return " · ".join(parts)
+
+
+def _way(predictive: Any, outputs: Any) -> list[str]:
+    """Say by which method, and with how many samples, a prediction was made, as far as it knows."""
+    said = [f"method {predictive.method}"] if getattr(predictive, "method", "") else []
+    draws = getattr(predictive, "num_samples", None if outputs is None else len(outputs))
+    if getattr(predictive, "closed_form", False):
+        return [*said, "in closed form"]
+    if not draws:
+        return [*said, "no samples"] if draws == 0 else said
+    return [*said, f"{draws} posterior sample{'s' if draws != 1 else ''}"]
 
 
 def _temperature(predictive: Any, given: Temperature | float | None) -> tuple[Temperature | float | None, str]:
