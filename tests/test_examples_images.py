@@ -12,7 +12,6 @@ from torch import nn
 from torchvision import datasets
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import hymenoptera
 import image_classification as example
 
 FLAGS = "--data photos --model test_resnet --size 32 --epochs 2 --batch_size 4 --lr 1e-2 --lr_head 2e-2"
@@ -169,25 +168,3 @@ def test_the_papers_models_get_their_heads(monkeypatch):
     for name in ("torchvision/resnet101", "torchvision/vit_l_32"):
         example.build(example.parse(["--model", name, "--pretrained", "--hparams", "burnin=2,prior_sig=0.01"]), "ab", 7)
         assert asked[name, "vi"] == {"num_classes": 2, "pretrained": True, "burnin": 14, "prior_sig": 0.01}
-
-
-def test_the_page_of_the_comparison_is_written_from_results(tmp_path, monkeypatch):
-    results = {
-        f"{start}/{method}/{seed}": {
-            "images": {"train": 1, "val": 2, "test": 3},
-            "test": {p: dict.fromkeys(example.SCORES, 0.1 * seed) for p in ("mean", "samples")},
-        }
-        for start, method in hymenoptera.names()
-        for seed in hymenoptera.SEEDS
-    }
-    monkeypatch.setattr(hymenoptera, "RESULTS", tmp_path / "results.json")
-    monkeypatch.setattr(hymenoptera, "PAGE", tmp_path / "page.md")
-    hymenoptera.RESULTS.write_text(json.dumps(results))
-    hymenoptera.PAGE.write_text("before\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
-    monkeypatch.setattr("sys.argv", ["x", "--page"])
-    hymenoptera.main()
-    text = hymenoptera.PAGE.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "| pretrained | vanilla | mean | 0.100 ± 0.058 |" in text
