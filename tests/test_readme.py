@@ -85,7 +85,7 @@ def timm_model():
     def as_images(rows):
         return F.interpolate(rows.view(-1, 1, 8, 8), 32, mode="bilinear").expand(-1, 3, -1, -1)
 
-    parts = {"train": slice(150), "validation": slice(150, 400), "test": slice(400, 900)}
+    parts = {"train": slice(150), "validation": slice(150, 400), "held": slice(900, 1500), "test": slice(400, 900)}
     space = {f"{k}_loader": DataLoader(TensorDataset(as_images(x[r]), y[r]), 50) for k, r in parts.items()}
     model = timm.create_model("test_efficientnet", num_classes=10)
     space["model"] = fine_tuned(model, [*space["train_loader"]], 2e-3, 40)
@@ -98,9 +98,9 @@ def hugging_face_model():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     config = transformers.BertConfig(vocab_size=40, num_labels=2, max_position_embeddings=16, **sizes)
-    ids = torch.randint(2, 30, (1500, 9))
-    labels = ((ids < 16).sum(1) > 4).long() ^ (torch.rand(1500) < 0.04)
-    parts = {"train": slice(300), "validation": slice(300, 600), "test": slice(600, None)}
+    ids = torch.randint(2, 30, (2100, 9))
+    labels = ((ids < 16).sum(1) > 4).long() ^ (torch.rand(2100) < 0.04)
+    parts = {"train": slice(300), "validation": slice(300, 600), "held": slice(1500, None), "test": slice(600, 1500)}
     space = {f"{k}_loader": [{"input_ids": ids[r], "labels": labels[r]}] for k, r in parts.items()}
     model = transformers.BertForSequenceClassification(config)
     batches = [*zip(ids[:300].split(50), labels[:300].split(50), strict=True)]
@@ -117,7 +117,9 @@ def test_a_fine_tuned_model_gets_calibration_a_threshold_and_a_picture(given, fo
     assert after["nll"] < before["nll"] and after["ece"] < before["ece"] + 0.01
     assert after["error"] == pytest.approx(before["error"], abs=0.01)
     assert space["after_ood"].confidence.mean() < space["before_ood"].confidence.mean()
-    assert 0 < space["threshold"] < 1 and space["kept"] > space["strange"]
+    answered, strange = (space[name].float().mean() for name in ("answered", "strange"))
+    assert 0 < space["threshold"] < 1 and answered > strange
+    assert space["wrong"].float().mean() <= 0.1 < before["error"]  # what was promised holds
     assert "answers at a confidence of" in capsys.readouterr().out
     assert "</svg>" in (folder / "before_after.svg").read_text()
     assert (folder / "report.html").stat().st_size > 10_000
