@@ -28,7 +28,6 @@ from pathlib import Path
 
 import torch
 import training
-from bayesify.integrations.vision import create_bayesian, update_bn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from torchvision import datasets
@@ -36,6 +35,7 @@ from torchvision.transforms import Compose, Resize
 from tqdm import tqdm
 
 from bayesify import SGLD, fit_laplace, load, metrics, mix, param_groups, penalty, plots, predict, save
+from bayesify.integrations.vision import create_bayesian, update_bn
 
 SCORES = ("error", "nll", "ece", "mce", "brier")
 

@@ -10,12 +10,12 @@ with `AutoModelForCausalLM.from_pretrained(...)` in place of `base_model` it is 
 import argparse
 
 import torch
-from bayesify.integrations.huggingface import generate
 from peft import LoraConfig, get_peft_model
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from bayesify import bayesify, calibrate, metrics, param_groups, penalty
+from bayesify.integrations.huggingface import generate
 
 NUMBERS, LENGTH, PROMPT = 40, 12, 4
 

@@ -15,12 +15,12 @@ import os
 from pathlib import Path
 
 import torch
-from bayesify.integrations.huggingface import save_pretrained
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, logging
 
 from bayesify import bayesify, fit_laplace, metrics, plots, predict
+from bayesify.integrations.huggingface import save_pretrained
 
 HELD_OUT = 0.2  # of the training rows: they choose the scale of the prior
 

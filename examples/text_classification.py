@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSequenceClassification,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from bayesify import bayesify, metrics, plots, predict
+from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 
 # What --set changes; "lr", "momentum" and "tune" are the Trainer's, the rest are options of the method.
 SETTINGS = {

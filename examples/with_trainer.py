@@ -6,10 +6,10 @@ torchrun --nproc_per_node 2 examples/with_trainer.py vi out
 import sys
 
 import torch
-from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 from bayesify import bayesify
+from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 
 METHOD, FOLDER = sys.argv[1:]
 torch.manual_seed(0)

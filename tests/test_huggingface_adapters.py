@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import export_adapters, from_pretrained, generate, save_pretrained
 from huggingface_zoo import BY_NAME, no_warning
 
 from bayesify import bayesify as make_bayesian
 from bayesify import components, mix, named_posteriors, predict, samples
+from bayesify.integrations.huggingface import export_adapters, from_pretrained, generate, save_pretrained
 from bayesify.model.mixture import shared_copy
 
 peft = pytest.importorskip("peft")

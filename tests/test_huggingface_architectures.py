@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers
-from bayesify.integrations.huggingface import from_pretrained, save_pretrained
 from huggingface_zoo import ARCHITECTURES, BY_NAME, Architecture, main_output, no_warning
 
 import bayesify
 from bayesify import bayesify as make_bayesian
 from bayesify import mean, named_posteriors, penalty, sample, unbayesify
+from bayesify.integrations.huggingface import from_pretrained, save_pretrained
 
 METHODS = ["vanilla", "vi", "mc_dropout", "sgld", "la"]
 pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")]

@@ -5,14 +5,14 @@ import shutil
 import pytest
 import torch
 import transformers
-from bayesify.integrations import hf_hub
-from bayesify.integrations.huggingface import BayesTrainer, from_pretrained, pipeline, save_pretrained
 from huggingface_hub import ModelCard
 from huggingface_zoo import BY_NAME
 from transformers import TrainingArguments
 
 from bayesify import bayesify as make_bayesian
 from bayesify import calibrate, components, mix, predict, unbayesify
+from bayesify.integrations import hf_hub
+from bayesify.integrations.huggingface import BayesTrainer, from_pretrained, pipeline, save_pretrained
 
 
 def bert(seed=0, method="vi", **options):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from bayesify.integrations.huggingface import BayesTrainer
 from huggingface_zoo import BY_NAME, TEXT
 from ranks import posterior_of
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 from bayesify import bayesify as make_bayesian
+from bayesify.integrations.huggingface import BayesTrainer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "with_trainer.py"
 METHODS = ["vi", "mc_dropout", "sgld", "la", "swag", "ivon", "vanilla"]

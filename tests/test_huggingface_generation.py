@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import Generations, generate
 from huggingface_zoo import BY_NAME, ids
 from transformers import GenerationConfig
 
 from bayesify import bayesify as make_bayesian
 from bayesify import sample, samples
+from bayesify.integrations.huggingface import Generations, generate
 
 WIDE = {"init_sig": 0.1}  # so that the sequences differ
 LENGTH = {"max_new_tokens": 6, "min_new_tokens": 6}

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from bayesify.integrations.huggingface import from_pretrained, save_pretrained
 from huggingface_hub import PyTorchModelHubMixin
 from huggingface_zoo import BY_NAME, main_output, no_warning
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from bayesify import bayesify as make_bayesian
 from bayesify import named_posteriors, sample, unbayesify
+from bayesify.integrations.huggingface import from_pretrained, save_pretrained
 from bayesify.model import folders
 
 TIED = {"GPT2": AutoModelForCausalLM, "Qwen2": AutoModelForCausalLM, "T5": AutoModelForSeq2SeqLM}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import BayesTrainer, from_pretrained
 from huggingface_zoo import TEXT
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 from bayesify import bayesify as make_bayesian
 from bayesify import components, named_posteriors, predict
+from bayesify.integrations.huggingface import BayesTrainer, from_pretrained
 from bayesify.model.mixture import Mixture
 
 STEPS, MEMBERS = 4, 3

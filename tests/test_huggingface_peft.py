@@ -5,13 +5,13 @@ import os
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import BayesTrainer, from_pretrained, generate, save_pretrained
 from huggingface_zoo import BY_NAME, no_warning
 from safetensors import safe_open
 from transformers import TrainingArguments
 
 from bayesify import bayesify as make_bayesian
 from bayesify import mean, named_posteriors, penalty, sample, summary, unbayesify
+from bayesify.integrations.huggingface import BayesTrainer, from_pretrained, generate, save_pretrained
 
 peft = pytest.importorskip("peft")
 BASES = {"Bert": ("SEQ_CLS", ["query", "value"]), "Llama": ("CAUSAL_LM", ["q_proj", "v_proj"])}

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import from_pretrained, pipeline, save_pretrained
 from huggingface_zoo import TEXT
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer, pipelines
 
 from bayesify import bayesify as make_bayesian
 from bayesify import fit_laplace, mix, predict
+from bayesify.integrations.huggingface import from_pretrained, pipeline, save_pretrained
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 WORDS = [*SPECIAL, "the", "film", "is", "fine", "dull", "long", "and", "not", "a", "good", "bad", "plot"]

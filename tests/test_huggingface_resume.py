@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import BayesTrainer
 from huggingface_zoo import TEXT
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 from bayesify import bayesify as make_bayesian
 from bayesify import named_posteriors
+from bayesify.integrations.huggingface import BayesTrainer
 
 STEPS, SAVED_EVERY, STOPPED_AT = 7, 2, 5
 OPTIONS = {"sgld": {"thin": 2, "burnin": 1}}

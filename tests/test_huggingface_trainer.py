@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from bayesify.integrations.huggingface import BayesTrainer, BayesTrainerMixin
 from huggingface_zoo import BY_NAME, TEXT
 from torch.nn import functional as F
 from transformers import (
@@ -22,6 +21,7 @@ from transformers import (
 import bayesify
 from bayesify import bayesify as make_bayesian
 from bayesify import metrics, named_posteriors, penalty, predict
+from bayesify.integrations.huggingface import BayesTrainer, BayesTrainerMixin
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

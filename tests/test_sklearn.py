@@ -9,7 +9,6 @@ from torch import nn
 
 sklearn = pytest.importorskip("sklearn")
 
-from bayesify.integrations.sklearn import BayesClassifier, BayesRegressor  # noqa: E402
 from sklearn.base import clone  # noqa: E402
 from sklearn.datasets import load_diabetes, load_iris  # noqa: E402
 from sklearn.exceptions import NotFittedError  # noqa: E402
@@ -17,6 +16,8 @@ from sklearn.model_selection import cross_val_score  # noqa: E402
 from sklearn.pipeline import make_pipeline  # noqa: E402
 from sklearn.preprocessing import StandardScaler  # noqa: E402
 from sklearn.utils.estimator_checks import check_estimator  # noqa: E402
+
+from bayesify.integrations.sklearn import BayesClassifier, BayesRegressor  # noqa: E402
 
 RATES = {"vi": 0.02, "mc_dropout": 0.02, "sgld": 0.3, "la": 0.02, "vanilla": 0.02}
 

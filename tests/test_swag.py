@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from bayesify.integrations.vision import update_bn
 from torch import nn
 
 from bayesify import (
@@ -23,6 +22,7 @@ from bayesify import (
     save,
     summary,
 )
+from bayesify.integrations.vision import update_bn
 from bayesify.methods.swag import collect
 
 X = torch.randn(7, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

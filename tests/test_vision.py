@@ -9,8 +9,6 @@ import pytest
 import timm
 import torch
 import torchvision
-from bayesify.integrations import vision
-from bayesify.integrations.vision import create_bayesian, update_bn
 from PIL import Image
 from safetensors.torch import save_file
 from timm.layers import Conv2dSame, ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
@@ -19,6 +17,8 @@ from torch import nn
 from torchvision.ops import DeformConv2d
 
 from bayesify import bayesify, mean, named_posteriors, param_groups, sample, samples
+from bayesify.integrations import vision
+from bayesify.integrations.vision import create_bayesian, update_bn
 
 SMALL_TIMM = "test_resnet"
 SMALL_TORCHVISION = "mnasnet0_5"
