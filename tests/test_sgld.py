@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bayesify import SGLD, bayesify, load, mean, named_posteriors, param_groups, penalty, predict, sample, save, summary
 from bayesify.engine import noise as noises
+from bayesify.methods.sgld.method import FADE
 from bayesify.model.wrapping import unbayesify
 
 
@@ -102,8 +103,34 @@ def test_the_moments_are_those_of_the_collected_states():
     assert "4 states" in str(summary(model))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("fade", [0.0, 1.0, 3.0])
+def test_later_states_weigh_more(fade, dtype):
+    model = bayesify(nn.Linear(30, 40, bias=False, dtype=dtype), "sgld", thin=1, fade=fade)
+    ((_, posterior),) = named_posteriors(model)
+    states = torch.randn(9, 40, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for state in states:
+        with torch.no_grad():
+            posterior.original.copy_(state)
+        posterior.collect()
+    n = torch.arange(1, 10, dtype=torch.float64)
+    weights = torch.lgamma(n + fade).sub(torch.lgamma(n)).exp()  # n (n+1) ... (n+fade-1)
+    weights = (weights / weights.sum()).view(-1, 1, 1)
+    average = (weights * states).sum(0)
+    variance = (weights * (states - average).square()).sum(0) / (1 - weights.square().sum())
+    torch.testing.assert_close(posterior.mean, average.to(dtype))
+    torch.testing.assert_close(posterior.std, variance.sqrt().to(dtype))
+
+
+def test_the_way_to_the_posterior_is_forgotten_where_nothing_was_chosen():
+    faded = {n: q.fade for n, q in named_posteriors(bayesify(nn.Linear(2, 2), "sgld"))}
+    assert set(faded.values()) == {FADE}
+    for options in ({"prior_sig": 0.1}, {"fade": 0.0}):
+        assert all(q.fade == 0 for _, q in named_posteriors(bayesify(nn.Linear(2, 2), "sgld", **options)))
+
+
 def test_a_small_spread_around_a_large_mean_is_not_lost():
-    model = bayesify(nn.Linear(1, 1000, bias=False), "sgld", thin=1)
+    model = bayesify(nn.Linear(1, 1000, bias=False), "sgld", thin=1, prior_sig=1.0)
     ((_, posterior),) = named_posteriors(model)
     generator = torch.Generator().manual_seed(0)
     states = []

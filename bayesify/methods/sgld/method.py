@@ -3,7 +3,8 @@
 The chain itself is moved by the optimizer `bayesify.SGLD`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,8 @@ from bayesify.engine import fusion
 from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
+
+FADE = 3.0  # half of the weight is on the last sixth of the states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,8 @@ class SGLD(Tempered):
         nd: Factor of the noise; below 1 the chain is colder than the posterior.
         burnin: Optimizer steps before the first that counts.
         thin: Every how many steps after these the chain's state enters the moments.
+        fade: How fast earlier states lose weight: the n-th counts as n^fade, nearly. 0 is the plain mean of all states.
+            None is 0, or FADE where `prior_sig` is None, with which the way to the posterior needs no `burnin`.
         bias: "informative" treats biases as the weights; "uninformative" gives them a flat prior.
         nst: Samples at prediction.
     """
@@ -38,21 +43,29 @@ class SGLD(Tempered):
     nd: float = 1.0
     burnin: int = 0
     thin: int = 10
+    fade: float | None = None
     bias: str = "informative"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_optional("Ninflate", above=0)
         self.check("nd", least=0)
+        self.check_optional("fade", least=0)
         for option, least in (("burnin", 0), ("thin", 1)):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{option} must be an integer >= {least} (optimizer steps), got {value!r}")
 
+    def settled(self, *, relative: bool, weights: int) -> "SGLD":
+        """Forget early states where the prior is relative, besides what every tempered method does."""
+        settled = super().settled(relative=relative, weights=weights)
+        assert isinstance(settled, SGLD)
+        return replace(settled, fade=(FADE if relative else 0.0) if self.fade is None else self.fade)
+
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without moments at first."""
         flat = prior.is_bias and self.bias == "uninformative"
-        return SGLDPosterior(param, prior, flat=flat, fixed_row=fixed_row)
+        return SGLDPosterior(param, prior, flat=flat, fixed_row=fixed_row, fade=self.fade or 0.0)
 
     def collects(self, step: int) -> bool:
         """Tell whether the state after this step (from 1) enters the moments."""
@@ -62,9 +75,11 @@ class SGLD(Tempered):
 class SGLDPosterior(MomentsPosterior):
     """The Gaussian of a chain's running moments; the chain before there are any.
 
-    Tensors: `count`, how many states were collected; `average`, their mean; `scatter`, the sum of their squared
-    deviations from it.
+    The n-th of N states has the weight w_n ~ n(n+1)...(n+fade-1), 1 without `fade`. Tensors: `count`, which is N;
+    `average`, sum w x / sum w; `scatter`, N - 1 times the weighted variance, made unbiased for independent states.
     """
+
+    settings = (*MomentsPosterior.settings, "fade")
 
     moments = ("count", "average", "scatter")
     missing = "the chain has no moments; step bayesify.SGLD beyond burnin + thin steps first"
@@ -72,6 +87,10 @@ class SGLDPosterior(MomentsPosterior):
     count: Tensor | None
     average: Tensor | None
     scatter: Tensor | None
+
+    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, fade: float = 0.0) -> None:
+        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
+        self.fade = fade
 
     @property
     def own_std(self) -> Tensor:
@@ -111,9 +130,11 @@ class SGLDPosterior(MomentsPosterior):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the chain's present state to the moments (Welford's recurrence).
+        """Add the chain's present state to the moments (Welford's recurrence, with weights).
 
-        n <- n + 1; d = theta - average; average <- average + d/n; scatter <- scatter + (n-1)/n d^2.
+        n <- n + 1; d = theta - average; r = (fade+1)/(n+fade); average <- average + r d; V <- (1-r) (V + r d^2), where
+        V = sum w (x - average)^2 / sum w is scatter (1-q)/(n-1), q = sum w^2 / (sum w)^2. Without `fade` both are 1/n,
+        so that scatter <- scatter + (n-1)/n d^2.
         """
         theta = self.original.detach()
         theta = theta.to(state_dtype(theta))
@@ -125,16 +146,39 @@ class SGLDPosterior(MomentsPosterior):
         assert self.average is not None
         assert self.scatter is not None
         n = int(self.count.add_(1))
+        keep, add, rate = welford(n, self.fade)
         if fusion.fused(theta, self.average, self.scatter):
-            fusion.run_plain(_collect, (theta,), (self.average, self.scatter), (1 / n, (n - 1) / n))
+            fusion.run_plain(_collect, (theta,), (self.average, self.scatter), (rate, keep, add))
             return
         away = theta - self.average
-        self.average.add_(away, alpha=1 / n)
-        self.scatter.addcmul_(away, away, value=(n - 1) / n)
+        self.average.add_(away, alpha=rate)
+        self.scatter.mul_(keep).addcmul_(away, away, value=add)
+
+
+@lru_cache
+def welford(n: int, fade: float) -> tuple[float, float, float]:
+    """Return the factors of the n-th state, n > 1: of the scatter so far, of d^2, and r."""
+    if fade == 0:
+        return 1.0, (n - 1) / n, 1 / n
+    before, rate = concentration(n - 1, fade), (fade + 1) / (n + fade)
+    after = (1 - rate) ** 2 * before + rate**2
+    # Of one state the variance is 0, whatever it is divided by.
+    keep = 0.0 if n == 2 else (1 - rate) * (n - 1) / (n - 2) * (1 - before) / (1 - after)
+    return keep, (1 - rate) * rate * (n - 1) / (1 - after), rate
+
+
+@lru_cache
+def concentration(n: int, fade: float) -> float:
+    """Return q = sum w^2 / (sum w)^2 of n states."""
+    found = 1.0
+    for k in range(2, n + 1):
+        rate = (fade + 1) / (k + fade)
+        found = (1 - rate) ** 2 * found + rate**2
+    return found
 
 
 def _collect(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
-    """Do Welford's recurrence on one element; par is (1/n, (n-1)/n)."""
+    """Do Welford's recurrence on one element; par is (r, the scatter's factor, that of d^2)."""
     away = ins[0][i] - outs[0][i]
     outs[0][i] += par[0] * away
-    outs[1][i] += par[1] * (away * away)
+    outs[1][i] = par[1] * outs[1][i] + par[2] * (away * away)
