@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from bayesify import IVON, bayesify, load, named_posteriors, param_groups, penalty, predict, save
 from bayesify.methods.ivon.optimizer import WARM
+from bayesify.methods.natural import MEMORY
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(3, (40,), generator=torch.Generator().manual_seed(1))
@@ -121,9 +122,55 @@ def test_the_defaults_find_a_curvature_and_train():
         (loss + penalty(model, 40)).backward()
         optimizer.step()
     assert losses[-1] < losses[0] - 0.1
-    run = optimizer.param_groups[0]["run"]
-    assert 0.99 <= run["keep"] < 1
     assert all(q.h.min() >= 0 for _, q in named_posteriors(model))
+
+
+def test_without_b2_the_curvature_is_its_formula_and_the_mean_moves_as_by_sgd():
+    model = bayesify(net(), "ivon", prior_sig=0.3, init_sig=0.05)
+    optimizer = IVON(model, 0.1, num_data=40)
+    cost = power = 0.0
+    average = {n: torch.zeros_like(q.mean) for n, q in named_posteriors(model)}
+    for step in range(1, WARM + 4):
+        before = {n: (q.mean.clone(), q.std.clone(), q.h.clone()) for n, q in named_posteriors(model)}
+        seed = model._bayesify_scope.step_draw.seed
+        noise = {n: q.noise_of(seed) for n, q in named_posteriors(model)}
+        one_step(model, optimizer)
+        grads = {n: q.original.grad for n, q in named_posteriors(model)}
+        now = [sum(float((grads[n] * noise[n] * before[n][1]).sum()) for n in grads)]
+        now.append(sum(float((grads[n] * before[n][1]).square().sum()) for n in grads))
+        cost, power = cost + MEMORY * (now[0] - cost), power + MEMORY * (now[1] - power)
+        for name, q in named_posteriors(model):
+            m, _, h = before[name]
+            found = h if step <= WARM else h + MEMORY * (max(cost, 0) / power * grads[name] ** 2 - h)
+            average[name] = 0.9 * average[name] + 0.1 * grads[name]
+            pull = (m - q.prior_mean) / (40 * 0.3**2)
+            torch.testing.assert_close(q.h, found)
+            torch.testing.assert_close(q.std, (1 / (40 * found + 1 / 0.3**2)).sqrt())
+            step_size = 0.1 * min(1.0, step / WARM)
+            torch.testing.assert_close(q.mean, m - step_size * (average[name] / (1 - 0.9**step) + pull))
+
+
+def test_the_spread_follows_the_curvature_within_a_short_training():
+    torch.manual_seed(0)
+    h = torch.logspace(-1, 2, 400)
+    model = nn.Module()
+    model.theta = nn.Parameter(torch.ones(400) * 0.1)
+    model.forward = lambda: (
+        (h * model.theta.square()).sum() / 2 + (model.theta * (h / 32).sqrt() * torch.randn(400)).sum()
+    )
+    bayesify(model, "ivon", prior_mean="zero")
+    (q,) = (q for _, q in named_posteriors(model))
+    optimizer = IVON(model, 1e-3, num_data=10)
+    model.train()
+    for _ in range(400):
+        optimizer.zero_grad()
+        (model() + penalty(model, 10)).backward()
+        optimizer.step()
+    exact = (1 / (h * q.strength + 1 / q.prior_sig**2)).sqrt()
+    ratio = (q.std / exact).log()
+    assert abs(float(ratio.mean())) < 0.5
+    ranks = [t.argsort().argsort().double() for t in (q.std, h)]
+    assert float(torch.corrcoef(torch.stack(ranks))[0, 1]) < -0.7
 
 
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):

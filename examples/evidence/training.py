@@ -48,7 +48,8 @@ def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=No
         length = {"steps": steps} if method == "swag" else {}  # which has a schedule of its own
         bayesify(model, method, **length, **(options or {}))
     optimizer = optimizer_of(task, model, method, lr, count, point)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    warm = 10 if point else 1  # IVON's own, which it has where b2 is not given
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm) * (1 - step / steps))
     order, first = torch.Generator().manual_seed(seed), None
     task.set_training(model)
     for _ in range(rounds):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bayesify.engine import noise as noises
 from bayesify.methods.ivon.method import IVONPosterior
+from bayesify.methods.natural import MEMORY
 from bayesify.model.draws import Draw
 from bayesify.model.quadratics import wide
 from bayesify.model.scopes import Scope
@@ -17,9 +18,7 @@ from bayesify.model.shards import on_shard, part, part_of
 from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
 
 RUN = "run"
-WARM = 10  # steps whose noise tells the size of the curvature and how much it scatters
-STEADY = 0.1  # what the squared term may add to the curvature, relative to it
-FASTEST = 0.01  # the largest 1 - b2 that is chosen
+WARM = 10  # steps before the curvature moves, over which lr grows
 
 
 class IVON(torch.optim.Optimizer):
@@ -30,17 +29,22 @@ class IVON(torch.optim.Optimizer):
     g <- b1 g + (1-b1) g^;  h <- b2 h + (1-b2) h^ + (1-b2)^2 (h - h^)^2 / (2 (h + delta));
     m <- m - lr (h0 + delta) (g/(1-b1^t) + delta (m - theta0)) / (h + delta).
 
-    The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. h0 is
-    found in the first ten steps: one number for all tensors in units of their priors, by the sum of g^ eps s. One theta
-    serves a whole step, on all processes, and however many batches its gradient is accumulated over. The prior is in
-    the step: `penalty` adds its value, and no gradient.
+    The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. This
+    needs thousands of steps: h^ is mostly noise, which only a small 1-b2 averages out. With b2 = None, for runs of any
+    length, the curvature's profile comes from squared gradients, its scale r from the sum over all weights
+    (`bayesify.methods.natural`), and m moves as by SGD:
+
+    h <- h + 0.05 (r g^^2 - h),  r = (running mean of sum g^ eps s) / (running mean of sum (g^ s)^2);
+    m <- m - lr (g/(1-b1^t) + delta (m - theta0)).
+
+    One theta serves a whole step, on all processes, and however many batches its gradient is accumulated over. The
+    prior is in the step: `penalty` adds its value, and no gradient.
 
     Args:
         model: A model bayesified with "ivon", or a module that contains some.
         lr: A learning rate as for SGD, or groups of `param_groups`.
         num_data: The size of the training set.
-        betas: b1, and b2 or None: 1 - b2 is then at most 0.01, and so small that the scatter of h^ in the first steps
-            adds no more than a tenth to h by its square, in any tensor; and lr grows over the first ten steps.
+        betas: b1, and b2 or None, with which lr grows over the first ten steps.
         clip: The largest change of an element in units of lr, or None.
 
     Example:
@@ -81,7 +85,7 @@ class IVON(torch.optim.Optimizer):
         for posterior, scope in self._own:
             with torch.no_grad(), on_shard(posterior) as own:
                 own.begin(1 / scope.method.scale(num_data))
-        run = {"seed": shared_seed(), "step": 0, "costs": [], "scatter": 0.0, "keep": second}
+        run = {"seed": shared_seed(), "step": 0, "cost": 0.0, "power": 0.0}
         # In a group, and not in the state: distributed checkpoints take the state's keys for parameters.
         self.param_groups[0][RUN] = run
         self._announce()
@@ -117,85 +121,74 @@ class IVON(torch.optim.Optimizer):
         before: dict[str, Any] = self.param_groups[0][RUN]
         run: dict[str, Any] = {**before, "step": before["step"] + 1}
         own = {id(p.original): (p, scope) for p, scope in self._own}
-        if run["step"] <= WARM and self.second is None:
+        if self.second is None:
             self._look(run)
-        rate = 1 - (run["keep"] if run["keep"] is not None else 1 - FASTEST)
         # Momentum of SGD begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
         warm = min(1.0, run["step"] / WARM) if self.second is None else 1.0
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     moved = {**group, "lr": group["lr"] * warm}
-                    self._move(param, moved, run["step"], rate, *own.get(id(param), (None, None)))
+                    self._move(param, moved, run, *own.get(id(param), (None, None)))
         self.param_groups[0][RUN] = run
         self._announce()
         return loss
 
     def _look(self, run: dict[str, Any]) -> None:
-        """Learn from one of the first steps how large the curvature is, and how far its estimates scatter.
-
-        In units of the priors, h sigma^2: sum g^ eps s over sum (s/sigma)^2 is its mean over all weights.
-        """
-        cost = units = 0.0
-        scatter: list[float] = []  # of every tensor: the sum of its squares, and of how many
+        """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
+        cost = power = 0.0
         for posterior, scope in ((part_of(p), scope) for p, scope in self._own):
             grad = posterior.original.grad
-            if grad is None:
-                continue
-            s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
-            cost += float((grad * eps * s).sum(dtype=wide(s)))
-            units += float((s / posterior.prior_sig).square().sum(dtype=wide(s)))
-            squares = (grad * eps / s * posterior.prior_sig**2).square().sum(dtype=wide(s))
-            scatter += [float(squares), float(grad.numel())]
-        cost, units, *scatter = _over_shards(self._own[0][0], cost, units, *scatter)
-        if not scatter:
-            return
-        run["costs"] = [*run["costs"], cost / units]
-        # The widest tensor decides: where estimates scatter most, their square would stop the mean.
-        run["scatter"] += max(a / b for a, b in zip(scatter[::2], scatter[1::2], strict=True)) / WARM
-        if run["step"] < WARM:
-            return
-        costs = torch.tensor(run["costs"], dtype=torch.float64)
-        # Two standard errors above: a spread that is too small costs nothing, one that is too large the model.
-        curvature = max(float(costs.mean() + 2 * costs.std() / math.sqrt(len(costs))), 0.0)
-        for posterior, _ in self._own:
-            if posterior.h is not None and "start" in self.state.get(posterior.original, {}):
-                self.state[posterior.original]["start"] = curvature / posterior.prior_sig**2
-                part(posterior.h).fill_(curvature / posterior.prior_sig**2)
-        strength = self._own[0][0].strength
-        assert strength is not None
-        relative = run["scatter"] / (curvature + 1 / strength) ** 2
-        run["keep"] = 1 - min(FASTEST, 2 * STEADY / max(relative, 1e-12))
+            if grad is not None:
+                s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
+                each = grad.to(s.dtype) * s
+                cost += float((each * eps).sum(dtype=wide(s)))
+                power += float(each.square().sum(dtype=wide(s)))
+        cost, power = _over_shards(self._own[0][0], cost, power)
+        run["cost"] += MEMORY * (cost - run["cost"])
+        run["power"] += MEMORY * (power - run["power"])
 
-    def _move(self, param: Tensor, group: dict[str, Any], step: int, rate: float, posterior: Any, scope: Any) -> None:
+    def _move(self, param: Tensor, group: dict[str, Any], run: dict[str, Any], posterior: Any, scope: Any) -> None:
         """Move one parameter, and its curvature where it is Bayesian."""
         state, whole_grad = self.state[param], param.grad
         assert whole_grad is not None
         if not state:
             state["average"] = torch.zeros_like(param)
-            if posterior is not None:
+            if posterior is not None and self.second is not None:
                 total, count = _over_shards(posterior, float(part(posterior.h).sum()), part(posterior.h).numel())
                 state["start"] = total / count
         posterior = None if posterior is None else part_of(posterior)
         param, grad = part(param), part(whole_grad)
         average = part(state["average"]).lerp_(grad, 1 - group["beta"])
-        forward = average / (1 - group["beta"] ** step)
-        if posterior is None:
-            param.add_(forward, alpha=-group["lr"])
-            return
-        delta, h = posterior.delta, posterior.h
-        s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
-        found = (grad.to(s.dtype) * eps).div_(s)
-        if step > WARM or self.second is not None:
-            away = (h - found).square_().div_(2 * (h + delta))
-            h.lerp_(found, rate).add_(away, alpha=rate**2)
-            if posterior.fixed_row is not None:
-                h[posterior.fixed_row] = state["start"]
-        pull = (param - posterior.prior_center) * delta
-        direction = (forward + pull).mul_(state["start"] + delta).div_((h + delta).to(param.dtype))
-        if self.clip is not None:
-            direction.clamp_(-self.clip, self.clip)
+        direction = average / (1 - group["beta"] ** run["step"])
+        if posterior is not None:
+            delta, h = posterior.delta, posterior.h
+            direction.add_(param - posterior.prior_center, alpha=delta)
+            if self.second is None:
+                if run["step"] > WARM:
+                    _follow(h, grad, run)
+            else:
+                self._newton(h, grad, posterior, _seed(scope))
+                if posterior.fixed_row is not None:
+                    h[posterior.fixed_row] = state["start"]
+                direction.mul_(state["start"] + delta).div_((h + delta).to(param.dtype))
+            if self.clip is not None:
+                direction.clamp_(-self.clip, self.clip)
         param.add_(direction, alpha=-group["lr"])
+
+    def _newton(self, h: Tensor, grad: Tensor, posterior: IVONPosterior, seed: int) -> None:
+        """Move the curvature by h^ = g^ eps/s, in place."""
+        assert self.second is not None
+        rate, s = 1 - self.second, posterior.spread()
+        found = (grad.to(s.dtype) * posterior.noise_of(seed)).div_(s)
+        away = (h - found).square_().div_(2 * (h + posterior.delta))
+        h.lerp_(found, rate).add_(away, alpha=rate**2)
+
+
+def _follow(h: Tensor, grad: Tensor, run: dict[str, Any]) -> None:
+    """Move the curvature by r g^2, in place."""
+    scale = max(run["cost"], 0.0) / run["power"] if run["power"] > 0 else 0.0
+    h.lerp_(grad.to(h.dtype).square().mul_(scale), MEMORY)
 
 
 def _posteriors(model: nn.Module) -> Iterator[tuple[IVONPosterior, Scope]]:
