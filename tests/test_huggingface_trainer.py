@@ -120,8 +120,12 @@ def test_gradient_of_a_step_is_that_of_the_hand_written_loop(name, batch, steps,
     shifted = name in ("GPT-2", "Llama")
     labels = together(data)["labels"]
     num_data = num_data or int((labels[:, 1:] if shifted else labels).ne(-100).sum())
-    expected = by_hand(make_bayesian(copy.deepcopy(plain), "mc_dropout", p_drop=0.0, prior_mean="zero"), data, num_data)
-    step = Step(make_bayesian(plain, "mc_dropout", p_drop=0.0, prior_mean="zero"), data, tmp_path, batch, steps)
+    expected = by_hand(
+        make_bayesian(copy.deepcopy(plain), "mc_dropout", p_drop=0.0, prior_mean="zero", pull=0.0), data, num_data
+    )
+    step = Step(
+        make_bayesian(plain, "mc_dropout", p_drop=0.0, prior_mean="zero", pull=0.0), data, tmp_path, batch, steps
+    )
     assert step.trainer.num_data == num_data
     assert step.trainer.counting.divides == shifted
     torch.testing.assert_close(step.gradient, expected, rtol=1e-6, atol=1e-6)

@@ -424,7 +424,7 @@ def test_statistics_need_batches():
 
 
 def test_the_defaults_work_on_digits():
-    """The samples' validation NLL is no higher than the mean's: the schedule's iterates do not only drift.
+    """The samples' validation NLL is not above the mean's, to 0.001: the schedule's iterates do not only drift.
 
     Draws come in pairs mu + d, mu - d, or their chance lean to one side of the path would be all that is seen.
     """
@@ -456,4 +456,4 @@ def test_the_defaults_work_on_digits():
     pairs = [{name: means[name] + sign * d[name] for name in means} for d in draws for sign in (1, -1)]
     alone = nll([means])
     assert alone < 0.4
-    assert nll(pairs) < alone
+    assert nll(pairs) < alone + 1e-3

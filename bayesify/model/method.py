@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from bayesify.model.posteriors import Posterior, Prior
-from bayesify.model.scales import tempered_scale
+from bayesify.model.scales import PULL, tempered_scale
 
 REGISTRY: dict[str, type["Method"]] = {}
 ALIASES = {"laplace": "la", "dropout": "mc_dropout", "variational": "vi", "langevin": "sgld", "map": "vanilla"}
@@ -74,6 +74,11 @@ class Method:
         """Return the factor between the posteriors' energies and the penalty on a mean loss."""
         raise NotImplementedError
 
+    @property
+    def pull_strength(self) -> float:
+        """Nats that an e times larger distance from the prior mean must gain (`bayesify.model.pull`)."""
+        return 0.0
+
     def before_step(self, posteriors: Sequence[Posterior]) -> None:
         """Do what has to be done with the gradients just before an optimizer's step."""
 
@@ -128,6 +133,8 @@ class Tempered(Method):
     """Options of a method whose prior is tempered, by an option of its own or by the number of weights.
 
     Attributes:
+        pull: Nats that an e times larger distance from the prior mean must gain (`bayesify.model.pull`); None is PULL
+            where `prior_sig` is None and the method's own factor was not given, else 0.
         weights: How many weights share the tolerance (`bayesify.model.scales`); chosen by `bayesify` where `prior_sig`
             is relative and the method's own factor was not given, else None.
     """
@@ -135,10 +142,12 @@ class Tempered(Method):
     tempers: ClassVar[str]
     """The option that tempers, None until it is settled: kld multiplies the penalty, Ninflate the data."""
 
+    pull: float | None = None
     weights: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_optional("pull", least=0)
         if self.weights is not None and (not isinstance(self.weights, int) or self.weights < 1):
             raise ValueError(f"weights must be a positive integer or None, got {self.weights!r}; bayesify counts them")
 
@@ -154,6 +163,11 @@ class Tempered(Method):
         if value is None:
             return 1 / num_data if self.weights is None else tempered_scale(num_data, self.weights)
         return float(value / num_data if self.tempers == "kld" else 1 / (num_data * value))
+
+    @property
+    def pull_strength(self) -> float:
+        """The option `pull`, or PULL where the prior is tempered by the number of weights."""
+        return self.pull if self.pull is not None else 0.0 if self.weights is None else PULL
 
     def inflation(self, num_data: float) -> float:
         """Return how many times each item counts: 1/(N scale), which is Ninflate where it is given."""

@@ -11,7 +11,8 @@ from torch import Tensor
 RELATIVE_SIG = 1.0  # prior_sig over a tensor's root mean square
 FLOOR = 0.1  # over sqrt(fan-in): the scale of a tensor that starts at zero, as biases and LoRA's B do
 START = 0.003  # a spread's start, over prior_sig
-TOLERANCE = 0.003  # nats by which the posterior's noise may raise the training loss
+TOLERANCE = 0.001  # nats by which the posterior's noise may raise the training loss
+PULL = 0.1  # nats that going e times further from the prior mean must gain
 
 
 def relative_sig(param: Tensor, fan_in: int) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from bayesify.model.pull import pull
 from bayesify.model.shards import follow
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not scope.warned:
             _count(scope)
         scope.method.before_step(scope.posteriors)
+        pull(scope, optimizer)
     _hold_rates(optimizer, seen)
 
 

@@ -38,6 +38,11 @@ class Stored(nn.Module):
     relative: bool = False
     """Whether prior_sig follows from the weights that the model had: then it is taken over too."""
 
+    gain: float = 0.0
+    """The running mean of what an e times larger distance from the prior mean would gain (`bayesify.model.pull`)."""
+    most_gain: float = 0.0
+    """The largest of these so far."""
+
     name: str
     shape: torch.Size
     reader: Any
@@ -118,7 +123,7 @@ class Stored(nn.Module):
 
     def taken_over(self) -> tuple[str, ...]:
         """Return the names of the attributes that a stored state brings along."""
-        return (*self.results, "calibration", *(("prior_sig",) if self.relative else ()))
+        return (*self.results, "calibration", *(("prior_sig", "gain", "most_gain") if self.relative else ()))
 
     def found(self) -> dict[str, Any]:
         """Return the results that there are, which JSON can hold."""
