@@ -32,13 +32,13 @@ test-floor: ## Test with the oldest torch that is supported, in an environment o
 	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(STAMP) ## Lint and type-check
-	$(BIN)/ruff check bayesify examples tests
-	$(BIN)/ruff format --check bayesify examples tests
+	$(BIN)/ruff check bayesify integrations examples tests
+	$(BIN)/ruff format --check bayesify integrations examples tests
 	$(BIN)/mypy bayesify
 
 format: $(STAMP) ## Format the code
-	$(BIN)/ruff check --fix bayesify examples tests
-	$(BIN)/ruff format bayesify examples tests
+	$(BIN)/ruff check --fix bayesify integrations examples tests
+	$(BIN)/ruff format bayesify integrations examples tests
 
 bench: $(STAMP) ## Measure the cost of each method against plain training (minutes)
 	$(BIN)/python -m pytest tests/benchmarks

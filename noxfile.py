@@ -10,7 +10,7 @@ import nox
 
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "uv|venv"
-FOLDERS = ("bayesify", "examples", "tests")
+FOLDERS = ("bayesify", "integrations", "examples", "tests")
 FLOOR = ("torch==2.6.0", "torchvision==0.21.0")
 TYPED = """
 from bayesify import bayesify

@@ -45,7 +45,11 @@ def test_public_names():
 
 def test_every_package_is_listed():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = {".".join(init.parent.relative_to(ROOT).parts) for init in (ROOT / "bayesify").rglob("__init__.py")}
+    folders = {"bayesify": ROOT / "bayesify", "bayesify.integrations": ROOT / "integrations"}
+    found = set()
+    for name, folder in folders.items():
+        for init in folder.rglob("__init__.py"):
+            found.add(".".join([name, *init.parent.relative_to(folder).parts]))
     assert found == set(settings["tool"]["setuptools"]["packages"])
     assert settings["project"]["version"] == bayesify.__version__
     core = {re.split(r"[<>=]", d)[0] for d in settings["project"]["dependencies"]}

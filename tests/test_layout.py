@@ -9,7 +9,7 @@ import bayesify
 
 ORDER = ("engine", "model", "quality", "prediction", "methods", "integrations", "examples")
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "bayesify").rglob("*.py"))
+SOURCES = [p for top in ("bayesify", "integrations") for p in sorted((ROOT / top).rglob("*.py"))]
 
 
 def room(parts):

@@ -96,6 +96,10 @@ class Workshop:
             if (self.root / name).is_file():
                 (self.copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(self.root / name, self.copy / name)
+        integrations = self.copy / "bayesify" / "integrations"
+        if (self.copy / "integrations").exists():
+            # Where an installed package has them; else they would be those of the repository itself.
+            integrations.symlink_to(self.copy / "integrations", target_is_directory=True)
         return self
 
     def __exit__(self, *error):
@@ -164,8 +168,9 @@ class Workshop:
     def _key(self, mutant):
         """Return a hash of everything that a verdict depends on: all sources, the tests, the mutant."""
         digest = hashlib.blake2b(repr(mutant).encode(), digest_size=16)
-        for path in sorted((self.copy / "bayesify").rglob("*.py")):
-            digest.update(path.read_bytes())
+        for folder in ("bayesify", "integrations"):
+            for path in sorted((self.copy / folder).rglob("*.py")):
+                digest.update(path.read_bytes())
         for name in mutant.tests:
             for path in sorted((self.copy / name).rglob("*.py")) or [self.copy / name]:
                 digest.update(path.read_bytes())
