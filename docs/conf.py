@@ -47,7 +47,7 @@ def reference() -> str:
     parts = ["# API reference", "Every public name, from its docstring.", "## Functions and classes"]
     parts += [_directive(f"bayesify.{name}", value) for name, value in names if not isinstance(value, types.ModuleType)]
     parts += ["## What `predict` returns"]
-    parts += [_directive(f"{cls.__module__}.{cls.__qualname__}", cls) for cls in RETURNED]
+    parts += [_directive(f"{cls.__module__}.{cls.__qualname__}", cls, inherited=True) for cls in RETURNED]
     for module in (value for _, value in names if isinstance(value, types.ModuleType)):
         parts += [f"## {module.__name__.rpartition('.')[2]}", *_members(module)]
     for name in INTEGRATIONS:
@@ -66,10 +66,11 @@ def _members(module: types.ModuleType) -> list[str]:
     return [text, *(_directive(f"{module.__name__}.{name}", v) for name, v in found if callable(v))]
 
 
-def _directive(path: str, value: object) -> str:
+def _directive(path: str, value: object, *, inherited: bool = False) -> str:
     """Return the directive that documents one object."""
     kind = "autoclass" if isinstance(value, type) else "autofunction"
     options = f"\n   :members:\n   :exclude-members: {SCIKIT_LEARNS}" if kind == "autoclass" else ""
+    options += "\n   :inherited-members:" if inherited else ""
     return f"```{{eval-rst}}\n.. {kind}:: {path}{options}\n```"
 
 

@@ -18,7 +18,7 @@ from bayesify.model.modes import override
 from bayesify.model.seeds import draw_seeds
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.predicting import MOST
-from bayesify.prediction.predictive import entropy_of
+from bayesify.prediction.probabilities import entropy_of
 from bayesify.prediction.targets import IGNORED
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from bayesify.model.mixture import Mixture
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import scopes_of
-from bayesify.prediction.predictive import entropy_of
+from bayesify.prediction.probabilities import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples
 

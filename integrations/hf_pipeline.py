@@ -13,7 +13,7 @@ from bayesify.model.mixture import Mixture
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.predicting import predict
-from bayesify.prediction.predictive import entropy_of
+from bayesify.prediction.probabilities import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples, default_samples
 from .hf_hub import from_pretrained

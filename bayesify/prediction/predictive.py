@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from bayesify.prediction.gaussian import GaussianLogits
-from bayesify.prediction.pieces import in_full, join, join_labels, one_of, said, stack_samples
+from bayesify.prediction.pieces import in_full, join_labels, said
+from bayesify.prediction.probabilities import Probabilities, ProbabilityTally, entropy_of
 from bayesify.prediction.showing import frame, shown
 from bayesify.prediction.targets import IGNORED, classes_last
 from bayesify.quality import metrics
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Predictive:
+class Predictive(Probabilities):
     """The average over posterior samples of a classifier's probabilities.
 
     p(y|x) = 1/S sum_s softmax(logits_s(x)), computed in log space.
@@ -40,11 +40,8 @@ class Predictive:
         method: The name of the model's method, for reports; empty where it has none, or is not known.
     """
 
-    log_probs: Tensor
-    expected_entropy: Tensor
-    logits: Tensor | None
-    labels: Tensor | None
-    num_samples: int
+    _arrays = ("probs", "confidence", "prediction", *Probabilities._arrays)
+
     closed_form: bool = False
     method: str = ""
 
@@ -100,16 +97,6 @@ class Predictive:
         """The most probable class."""
         return self.log_probs.argmax(-1)
 
-    @property
-    def entropy(self) -> Tensor:
-        """Entropy of the average (total uncertainty): -sum_k p_k log p_k."""
-        return entropy_of(self.log_probs)
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """Entropy minus expected entropy (epistemic uncertainty); never negative."""
-        return (self.entropy - self.expected_entropy).clamp_min(0)
-
     def select(self, threshold: float) -> Tensor:
         """Tell which examples to answer, Booleans (N, ...): those of at least this confidence.
 
@@ -125,30 +112,6 @@ class Predictive:
             kind: "lac" or "aps", for a quantile that is a plain number.
         """
         return conformal_sets(self.probs.flatten(0, -2), quantile, kind).view_as(self.log_probs)
-
-    def __len__(self) -> int:
-        return len(self.log_probs)
-
-    def __getitem__(self, index: Any) -> "Predictive":
-        """Take some of the examples."""
-        index = one_of(index, len(self))
-        return replace(
-            self,
-            log_probs=self.log_probs[index],
-            expected_entropy=self.expected_entropy[index],
-            logits=None if self.logits is None else self.logits[:, index],
-            labels=None if self.labels is None else self.labels[index],
-        )
-
-    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the arrays by name."""
-        names = ("probs", "confidence", "prediction", "entropy", "expected_entropy", "mutual_information")
-        out = {name: getattr(self, name).numpy() for name in names}
-        if self.logits is not None:
-            out["logits"] = self.logits.numpy()
-        if self.labels is not None:
-            out["labels"] = self.labels.numpy()
-        return out
 
     def to_pandas(self) -> "DataFrame":
         """Return a DataFrame with one row per item: class, doubts, label, and the probability of each class."""
@@ -200,32 +163,13 @@ class Predictive:
             return ", labels that do not fit the classes"
 
 
-def entropy_of(log_probs: Tensor) -> Tensor:
-    """Return -sum_k p_k log p_k, with 0 log 0 = 0."""
-    probs = log_probs.exp()
-    return -torch.where(probs == 0, 0.0, probs * log_probs).sum(-1)
+class ClassificationTally(ProbabilityTally):
+    """Collect a classifier's outputs."""
 
-
-class ClassificationTally:
-    """Collect a classifier's outputs sample by sample, keeping the logits or only their running average."""
-
-    def __init__(self, *, keep: bool) -> None:
-        self.keep = keep
-        self.log_sums: dict[int, Tensor] = {}
-        self.entropies: dict[int, Tensor] = {}
-        self.logits: dict[tuple[int, int], Tensor] = {}
-
-    def add(self, sample: int, batch: int, output: Tensor) -> None:
-        """Add the output of one sample on one batch."""
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits with the classes last, and log softmax of them."""
         logits = in_full(self._classes_last(output))
-        log_probs = F.log_softmax(logits.double(), -1)
-        entropy = entropy_of(log_probs)
-        if batch in self.log_sums:
-            log_probs = torch.logaddexp(self.log_sums[batch], log_probs)
-            entropy = self.entropies[batch] + entropy
-        self.log_sums[batch], self.entropies[batch] = log_probs, entropy
-        if self.keep:
-            self.logits[sample, batch] = logits
+        return logits, F.log_softmax(logits.double(), -1)
 
     @staticmethod
     def _classes_last(output: Tensor) -> Tensor:
@@ -251,12 +195,4 @@ class ClassificationTally:
 
     def finish(self, num_samples: int, labels: list[Any], *, closed_form: bool = False) -> Predictive:
         """Return the predictive distribution over all batches."""
-        count, order = max(num_samples, 1), sorted(self.log_sums)
-        return Predictive(
-            log_probs=(join([self.log_sums[b] for b in order]) - math.log(count)).clamp_max_(0),
-            expected_entropy=join([self.entropies[b] for b in order]) / count,
-            logits=stack_samples(self.logits, count, order) if self.keep else None,
-            labels=join_labels(labels, sum(len(self.log_sums[b]) for b in order)),
-            num_samples=num_samples,
-            closed_form=closed_form,
-        )
+        return Predictive(**self.averages(num_samples, labels), closed_form=closed_form)

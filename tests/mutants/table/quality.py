@@ -150,9 +150,9 @@ MUTANTS = [
         ("the first to leave restores", "if not held.holders:", "if held.holders >= 0:", "last_to_leave"),
     ),
     *of(
-        "prediction/predictive.py",
+        "prediction/probabilities.py",
         "test_prediction.py",
-        ("entropies are not averaged", "for b in order]) / count", "for b in order])", "adds_up"),
+        ("entropies are not averaged", "for b in order]) / count,", "for b in order]),", "adds_up"),
         ("the largest for the average", "torch.logaddexp(self.log_sums", "torch.maximum(self.log_sums", "average_is"),
     ),
     *of(
@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     *of(
         "prediction/gaussian.py",
-        "test_laplace_kron.py",
+        "test_laplace_last_layer.py",
         ("logits are not centred", "(self.basis - self.basis.mean(0)).square()", "self.basis.square()", "closed_form"),
         ("diagonal logits are not centred", "(1 - 2 / classes) +", "1 +", "closed_form"),
         ("the probit without 1/8", "math.pi / 8 * s2", "math.pi * s2", "probit or closed_form"),
