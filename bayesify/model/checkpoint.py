@@ -217,8 +217,7 @@ class File(NamedTuple):
         prior = Prior(state[CENTER].to(param.device), about["prior_sig"], about["is_bias"], "prior_sig" in results)
         posterior = self.method.posterior(param, prior, fixed_row=row)
         posterior.check_state(state)
-        if unknown := results.keys() - set(posterior.taken_over()):
-            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
+        posterior.check_results(results)
         for attribute, value in results.items():
             setattr(posterior, attribute, value)
         posterior.prior_sig = prior.sig
@@ -352,8 +351,6 @@ def _check_prior(name: str, about: dict[str, Any]) -> None:
         raise ValueError(f"fixed_row of {name!r} is {row!r}")
     if not isinstance(about["is_bias"], bool):
         raise ValueError(f"is_bias of {name!r} is {about['is_bias']!r}")
-    if not all(isinstance(v, (str, int, float)) or v is None for v in about["results"].values()):
-        raise ValueError(f"results of {name!r} are {about['results']!r}")
 
 
 def _no_number(text: str) -> NoReturn:

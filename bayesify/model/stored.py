@@ -129,6 +129,27 @@ class Stored(nn.Module):
         """Return the results that there are, which JSON can hold."""
         return {name: getattr(self, name) for name in self.taken_over()}
 
+    def check_results(self, results: dict[str, Any]) -> None:
+        """Raise unless `found` can have returned these, each of the kind of the attribute's default.
+
+        That is a text, a whole number, or a positive one, for which None says that it is not known yet.
+
+        Raises:
+            ValueError: One is unknown, of another kind or out of range.
+        """
+        if unknown := results.keys() - set(self.taken_over()):
+            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
+        for name, value in results.items():
+            default = getattr(type(self), name, 1.0)
+            if isinstance(default, str):
+                fits = isinstance(value, str)
+            elif isinstance(default, int):
+                fits = type(value) is int and value >= 0
+            else:
+                fits = type(value) in (int, float) and 0 < value < math.inf
+            if not fits and (value is not None or default is not None):
+                raise ValueError(f"{name} is {value!r}")
+
     def get_extra_state(self) -> Tensor:
         """Return settings and results for a state dict, whose values are tensors: libraries clone and save them."""
         return encoded({"settings": self.described(), "results": self.found()})
@@ -140,8 +161,7 @@ class Stored(nn.Module):
             StateDictError: They are not.
         """
         for name, value in self.checked_extra_state(state)["results"].items():
-            if name in self.taken_over():
-                setattr(self, name, value)
+            setattr(self, name, value)
 
     def checked_extra_state(self, state: Any) -> dict[str, Any]:
         """Return what `get_extra_state` put into a state dict, if its settings are the posterior's own."""
@@ -153,7 +173,12 @@ class Stored(nn.Module):
                 f"the state dict holds {self.name!r} with {there}, the model has {here}; call bayesify with the same "
                 "settings before load_state_dict, or keep models with bayesify.save and load, which restore settings"
             )
-        return about
+        results = {name: value for name, value in about["results"].items() if name in self.taken_over()}
+        try:
+            self.check_results(results)
+        except ValueError as error:
+            raise StateDictError(f"the state dict's {self.name!r} is damaged: {error}; use another copy") from error
+        return {**about, "results": results}
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Say why torch.jit.script has to fail; torch asks here before it looks at hooks."""
