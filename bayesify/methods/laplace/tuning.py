@@ -80,7 +80,7 @@ def choose(
         progress: Whether to show a progress bar.
     """
     if tune is None:
-        return bounded(fitted, model, first), ""
+        return bounded(fitted, model, likelihood, first), ""
     if tune == "marglik":
         return by_evidence(fitted), "evidence"
     if tune == "self":
@@ -174,9 +174,7 @@ def validation_nll(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple
     samples = max(LEAST_SAMPLES, *(scope.method.nst for scope in scopes_of(model)))
     found = predict(model, data, samples=samples, seed=0, task="regression")
     if found.labels is None:
-        raise ValueError(
-            "tune= needs data with labels, got inputs alone; pass batches of (inputs, labels), or tune='self'"
-        )
+        raise ValueError(NO_LABELS)
     assert found.outputs is not None
     try:
         nll = likelihood.mixture_nll(found.outputs, found.labels)
@@ -228,9 +226,7 @@ class Cached(NamedTuple):
         For a regression the variances of outputs and noise add up.
         """
         if self.labels is None:
-            raise ValueError(
-                "tune= needs data with labels, got inputs alone; pass batches of (inputs, labels), or tune='self'"
-            )
+            raise ValueError(NO_LABELS)
         found = self.form.logits(self.features, self.outputs)
         if isinstance(likelihood, Regression):
             mean, variance = found.mean.cpu().double(), found.variance().cpu().double() + (likelihood.noise_var or 1.0)
@@ -275,30 +271,30 @@ def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -
     return 10**low / base
 
 
-def bounded(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -> float:
+def bounded(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any]) -> float:
     """Return the largest factor of prior_sig, at most 1, with which samples cost no more than `TOLERANCE` nats.
 
     The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on training inputs. A
     network that fits its training data exactly has little curvature there, and then the spread is the prior's. One
-    whose priors were given as numbers, or whose prediction is a closed form, is left as it is.
+    whose priors were given as numbers, whose prediction is a closed form, or which is no classifier, is left as it is.
     """
-    relative = all(f.posterior.relative for f in fitted if f.h is not None)
-    if not data or not relative or Cached.of(model, fitted, data[:1]) is not None:
+    if not data or not isinstance(likelihood, Classification):
+        return 1.0
+    if not all(f.posterior.relative for f in fitted if f.h is not None) or Cached.of(model, fitted, data[:1]):
         return 1.0
     samples = max(LEAST_SAMPLES, *(scope.method.nst for scope in scopes_of(model)))
-    outputs = predict(model, data, samples=0, task="regression").outputs
-    assert outputs is not None
-    if outputs.dim() < 3 or outputs.shape[-1] < 2:
-        return 1.0  # no class probabilities
-    log_p = torch.log_softmax(outputs[0].double(), -1)
+
+    def log_probs(samples: int) -> Tensor:
+        """Return the prediction for every item; batches may be of sequences of different lengths."""
+        found = [predict(model, [batch], samples=samples, seed=0, keep_samples=False).log_probs for batch in data]
+        return torch.cat([one.flatten(0, -2) for one in found])
+
+    log_p = log_probs(0)
 
     def cost(power: float) -> float:
         _spread(fitted, 10**power)
-        drawn = predict(model, data, samples=samples, seed=0, task="regression").outputs
-        assert drawn is not None
-        log_q = torch.logsumexp(torch.log_softmax(drawn.double(), -1), 0) - math.log(samples)
-        value = (log_p.exp() * (log_p - log_q)).sum(-1)
-        return _over_ranks(float(value.sum()), value.numel())
+        value = (log_p.exp() * (log_p - log_probs(samples))).sum(-1)
+        return _over_ranks(float(value.sum()), len(value))
 
     power = next((p for p in reversed(_grid(BOUND_RANGE, FINE)) if cost(p) <= TOLERANCE), BOUND_RANGE[0])
     if power < 0:
