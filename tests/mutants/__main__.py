@@ -15,6 +15,7 @@ from .table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "mutants.json"
+LIBRARIES = ("torch", "pytest", "hypothesis", "safetensors.torch", "scipy.stats", "timm", "torchvision", "transformers")
 
 
 def main(arguments=None):
@@ -30,7 +31,8 @@ def main(arguments=None):
     if options.list:
         print(*(m.name for m in chosen), sep="\n")
         return 0
-    with Workshop(ROOT, RESULTS, plugins=["tests.mutants.quick"], again=options.again) as workshop:
+    settings = {"plugins": ["tests.mutants.quick"], "libraries": LIBRARIES, "again": options.again}
+    with Workshop(ROOT, RESULTS, **settings) as workshop:
         verdicts = {}
         for i, mutant in enumerate(chosen, 1):
             verdict = verdicts[mutant] = workshop.verdict(mutant)

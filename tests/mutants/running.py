@@ -1,9 +1,11 @@
 """Run one mutant after another in a copy of the repository, and remember the verdicts."""
 
+import compileall
 import contextlib
 import hashlib
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PATIENCE = 600  # seconds; a mutant that makes a test hang is noticed too
+FORKS = Path(__file__).with_name("forks.py")
 FAILED, NOTHING_RAN = 1, 5  # pytest's exit codes
 
 
@@ -75,8 +78,9 @@ class Verdict(NamedTuple):
 class Workshop:
     """A copy of a repository in a temporary folder, in which sources are broken and mended."""
 
-    def __init__(self, root, results, *, plugins=(), again=False):
+    def __init__(self, root, results, *, plugins=(), libraries=(), again=False):
         self.root, self.results = root, results
+        self.libraries = libraries  # imported once for all; none of them may read the environment of a single run
         self.plugins = [word for plugin in plugins for word in ("-p", plugin)]
         self.known = json.loads(results.read_text()) if results.exists() and not again else {}
         self.sound = {}
@@ -100,6 +104,17 @@ class Workshop:
         if (self.copy / "integrations").exists():
             # Where an installed package has them; else they would be those of the repository itself.
             integrations.symlink_to(self.copy / "integrations", target_is_directory=True)
+        # Compiled files that know their source by its content: its age is told by the second, and a mutant takes less.
+        compileall.compile_dir(self.copy, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+        self.forks = self.stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, FORKS, *self.libraries],
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
         return self
 
     def __exit__(self, *error):
@@ -145,25 +160,23 @@ class Workshop:
         """Run a mutant's tests in the copy; return the exit code and the line that says most."""
         # Kernels are compiled once for all, but those that are broken for themselves alone.
         kernels = tempfile.mkdtemp(dir=self.copy) if broken and "engine" in mutant.place else self.copy / ".kernels"
-        # No compiled files: their age is told by the second, and a mutant takes less.
         environment = {
+            "OMP_NUM_THREADS": "1",
             **os.environ,
             "PYTHONPATH": str(self.copy),
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # loading them takes longer than many a test
             "NUMBA_CACHE_DIR": str(kernels),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *self.plugins, *mutant.tests]
-        command += ["-k", mutant.select] if mutant.select else []
-        try:
-            run = subprocess.run(
-                command, cwd=self.copy, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-            )
-        except subprocess.TimeoutExpired:
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", *self.plugins, *mutant.tests]
+        arguments += ["-k", mutant.select] if mutant.select else []
+        request = {"arguments": arguments, "folder": str(self.copy), "environment": environment, "patience": PATIENCE}
+        print(json.dumps(request), file=self.forks.stdin, flush=True)
+        code, said = json.loads(self.forks.stdout.readline())
+        if code is None:
             return FAILED, f"no end after {PATIENCE} s"
-        lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return run.returncode, lines[0][:200] if lines else ""
+        lines = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return code, lines[0][:200] if lines else ""
 
     def _key(self, mutant):
         """Return a hash of everything that a verdict depends on: all sources, the tests, the mutant."""
