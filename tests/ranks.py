@@ -149,3 +149,7 @@ def results(model: nn.Module, kind: str) -> dict[str, Any]:
         "predictions": predict(model, data(100)[0], samples=0 if kind == "vanilla" else 2, seed=3).logits,
         "penalty": whole(penalty(model, NUM_DATA)),
     }
+
+
+def assert_close(first, second, tolerance=1e-6) -> None:
+    torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)

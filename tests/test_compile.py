@@ -119,7 +119,7 @@ def gradients(model, loss):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def close(a, b):
+def assert_close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_a_compiled_model_is_the_eager_one_in_every_mode(kind, method):
         torch.manual_seed(1)
         found, state = out(compiled(x)), torch.get_rng_state()
         torch.manual_seed(1)
-        close(found, out(model(x)))
+        assert_close(found, out(model(x)))
         assert torch.equal(state, torch.get_rng_state())
         return float(found.detach().sum())
 
@@ -173,14 +173,14 @@ def test_loss_and_penalty_in_one_graph_have_the_gradients_of_eager_mode(kind, me
     for found, exact in zip(gradients(model, compiled), gradients(model, loss), strict=True):
         assert (found is None) == (exact is None)
         if exact is not None:
-            close(found, exact)
+            assert_close(found, exact)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01
     torch.manual_seed(3)
     found = compiled().detach()
     torch.manual_seed(3)
-    close(found, loss().detach())
+    assert_close(found, loss().detach())
     assert counter.frame_count == 1
 
 
@@ -201,7 +201,7 @@ def test_inductor_trains_as_eager_mode_does():
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
     for found, exact in zip(*results, strict=True):
-        close(found, exact)
+        assert_close(found, exact)
 
 
 # -- one graph ---------------------------------------------------------------------------------------------------------
@@ -232,8 +232,8 @@ def test_two_forwards_in_one_graph_are_two_draws():
     torch.manual_seed(1)
     first, second = compiled()
     torch.manual_seed(1)
-    close(first, model(X))
-    close(second, model(X))
+    assert_close(first, model(X))
+    assert_close(second, model(X))
     assert not torch.allclose(first, second)
 
 
@@ -245,7 +245,7 @@ def test_a_block_inside_compiled_code_breaks_the_graph_and_holds():
         with mean(model):
             return model(X)
 
-    close(torch.compile(inside, backend="eager")(), inside())
+    assert_close(torch.compile(inside, backend="eager")(), inside())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, for plain models too
@@ -267,9 +267,9 @@ def test_equal_blocks_share_one_graph_and_the_theta_of_their_model(method):
         for block in model.blocks:
             block._compiled_call_impl = None
         torch.manual_seed(4)
-        close(found, model(X))
+        assert_close(found, model(X))
         with sample(model, seed=2):
-            close(model(X), expected)
+            assert_close(model(X), expected)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -285,7 +285,7 @@ def test_a_compiled_block_is_recomputed_with_the_theta_of_its_forward():
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     for found, expected in zip(gradients(model, loss), exact, strict=True):
-        close(found, expected)
+        assert_close(found, expected)
     with mean(model):
         lost = model(X).square().mean()
     with pytest.raises(RuntimeError, match="block open until backward"):
@@ -301,7 +301,7 @@ def test_a_checkpointed_compiled_model_is_recomputed_with_its_own_draw():
 
     exact = gradients(model, lambda: loss(model))
     for found, expected in zip(gradients(model, lambda: loss(compiled)), exact, strict=True):
-        close(found, expected)
+        assert_close(found, expected)
 
 
 def test_more_models_than_the_compiler_keeps_variants_of_a_function():
@@ -309,8 +309,8 @@ def test_more_models_than_the_compiler_keeps_variants_of_a_function():
         forward = eval("lambda self, x: self.out(torch.tanh(self.inp(x)))", {"torch": torch})  # code of its own
         model = type(f"Net{width}", (MLP,), {"forward": forward})()
         compiled = torch.compile(bayesify(model, "vi"), backend="eager", fullgraph=True)
-        compiled(X)
-        compiled.eval()(X)
+        assert not torch.equal(compiled(X), compiled(X))
+        assert_close(compiled.eval()(X), model(X))
 
 
 def test_a_failed_forward_leaves_nothing_behind():
@@ -331,7 +331,7 @@ def test_a_copy_compiles_on_its_own():
     compiled = torch.compile(twin, backend="eager", fullgraph=True)
     for seed in (1, 2):
         with sample(twin, seed=seed), mean(model):
-            close(compiled(X), twin(X))
+            assert_close(compiled(X), twin(X))
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_the_mean_and_a_pinned_sample_are_exported_in_torch_operations(method):
             results.append(model(x))
             program = torch.export.export(model, (x,))
         assert not any("bayesify" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
-        close(program.module()(x), results[-1])
+        assert_close(program.module()(x), results[-1])
     assert len(results) == 1 or not torch.allclose(*results)
 
 
@@ -393,4 +393,4 @@ def test_the_mean_is_exported_to_onnx(tmp_path):
         torch.onnx.export(model, (X,), tmp_path / "mean.onnx", dynamo=True)
     session = runtime.InferenceSession(tmp_path / "mean.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: X.numpy()})
-    close(torch.from_numpy(found), model(X).detach())
+    assert_close(torch.from_numpy(found), model(X).detach())

@@ -9,7 +9,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from cases import MLP, tensor
-from ranks import METHODS, NUM_DATA, build, data, posterior_of, results, share, step, train
+from ranks import METHODS, NUM_DATA, assert_close, build, data, posterior_of, results, share, step, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -153,10 +153,6 @@ def alone(what, *args) -> dict:
     return what(*args)
 
 
-def close(first, second, tolerance=1e-6) -> None:
-    torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("what", ["predict", "sample", "samples", "same_draw"])
 def test_draws_without_a_seed_are_the_same_on_all_ranks(found: list[dict], what: str):
     assert torch.equal(*(rank["unseeded"][what] for rank in found))
@@ -177,7 +173,7 @@ def test_chains_of_replicas_move_alike(found: list[dict], built: str):
 @pytest.mark.parametrize("kind", METHODS)
 def test_two_ranks_train_what_one_process_does(found: list[dict], kind: str):
     for rank in found:
-        close({k: v for k, v in rank[kind].items() if k != "sent"}, alone(trained, kind))
+        assert_close({k: v for k, v in rank[kind].items() if k != "sent"}, alone(trained, kind))
     assert all(torch.equal(a, found[1][kind]["posterior"][n]) for n, a in found[0][kind]["posterior"].items())
 
 
@@ -194,17 +190,17 @@ def test_every_rank_finds_the_factor_of_all_the_data(found: list[dict], how: str
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
 def test_parts_of_a_prediction_are_put_together_in_order(found: list[dict], order: str):
     for rank in found:
-        close(rank[order], alone(spread_data, False))
+        assert_close(rank[order], alone(spread_data, False))
 
 
 def test_a_mixture_is_the_same_on_all_ranks(found: list[dict]):
     assert torch.equal(found[0]["mixed"]["unseeded"], found[1]["mixed"]["unseeded"])
-    close(found[0]["mixed"], alone(mixed))
+    assert_close(found[0]["mixed"], alone(mixed))
 
 
 def test_rank_0_may_save_alone_and_all_may_save_at_once(found: list[dict], tmp_path: Path):
     for rank in found:
-        close(rank["saved"], alone(saved, tmp_path))
+        assert_close(rank["saved"], alone(saved, tmp_path))
 
 
 def test_one_step_moves_the_weights_by_more_than_the_tolerance():

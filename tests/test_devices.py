@@ -119,6 +119,7 @@ def test_predict_makes_no_float64_off_the_cpu(task, samples):
 def test_calibrate_makes_no_float64_off_the_cpu(method, labels):
     model, words = on_it(words_model(), method), WORDS.to(NAME)
     calibrate(model, [(words, LABELS.to(NAME))] if labels else [words], samples=2, progress=False)
+    assert all(p.std.is_meta for _, p in named_posteriors(model))
 
 
 FITS = {
@@ -174,6 +175,7 @@ def test_a_loss_of_ones_own_makes_no_float64_off_the_cpu():
     model = on_it(words_model(), "la", prior_sig=1.0)
     loss = lambda output, target: F.cross_entropy(output, target, reduction="none")  # noqa: E731
     fit_laplace(model, [(WORDS.to(NAME), LABELS.to(NAME))], loss, curvature="ggn")
+    assert all(p.std.is_meta for _, p in named_posteriors(model))
 
 
 @pytest.mark.usefixtures("accelerator")

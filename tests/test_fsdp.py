@@ -10,7 +10,20 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import METHODS, NUM_DATA, RANKS, build, data, optimizer_of, posterior_of, share, step, train, whole
+from ranks import (
+    METHODS,
+    NUM_DATA,
+    RANKS,
+    assert_close,
+    build,
+    data,
+    optimizer_of,
+    posterior_of,
+    share,
+    step,
+    train,
+    whole,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -242,15 +255,11 @@ def alone(tmp_path_factory):
     return cache(lambda what, *args: what(*args, folder) if what is trained else what(*args))
 
 
-def close(first, second, tolerance=1e-6) -> None:
-    torch.testing.assert_close(first, second, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("kind", METHODS)
 def test_two_shards_train_what_one_process_does(found: list[dict], alone, kind: str):
     wanted = alone(trained, kind)
     for rank in found:
-        close(rank[kind], wanted)
+        assert_close(rank[kind], wanted)
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -262,7 +271,7 @@ def test_a_process_holds_half_of_the_state(found: list[dict], alone, kind: str):
 def test_a_fit_that_is_sharded_predicts_the_same(found: list[dict], alone):
     wanted = alone(fitted)
     for rank in found:
-        close(rank["fitted"], wanted)
+        assert_close(rank["fitted"], wanted)
 
 
 def test_training_draws_differ_by_rank(found: list[dict]):
@@ -272,7 +281,7 @@ def test_training_draws_differ_by_rank(found: list[dict]):
 @pytest.mark.parametrize("kind", ["vi", "sgld", "swag", "ivon"])
 def test_a_distributed_checkpoint_goes_on_as_if_nothing_had_been(found: list[dict], kind: str):
     for rank in found:
-        close(rank[f"resumed {kind}"]["resumed"], rank[f"resumed {kind}"]["at once"], tolerance=1e-7)
+        assert_close(rank[f"resumed {kind}"]["resumed"], rank[f"resumed {kind}"]["at once"], tolerance=1e-7)
 
 
 @pytest.mark.parametrize("kind", METHODS)

@@ -114,7 +114,7 @@ def test_a_folder_without_a_posterior(tmp_path):
         from_pretrained(tmp_path)
 
 
-def loads_as_the_mean_and_as_the_posterior(folder, model, name="GPT2"):
+def assert_loads_as_mean_and_as_posterior(folder, model, name="GPT2"):
     plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -137,12 +137,12 @@ def test_the_models_own_save_pretrained_writes_mean_and_posterior(tmp_path):
     model = trained_gpt2(init_sig=0.1)
     with no_warning():
         model.save_pretrained(tmp_path / "own", max_shard_size="10KB")
-    loads_as_the_mean_and_as_the_posterior(tmp_path / "own", model)
+    assert_loads_as_mean_and_as_posterior(tmp_path / "own", model)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         model.transformer.wte.parametrizations.weight.original.zero_()
     copied.save_pretrained(tmp_path / "copy")
-    loads_as_the_mean_and_as_the_posterior(tmp_path / "copy", copied)
+    assert_loads_as_mean_and_as_posterior(tmp_path / "copy", copied)
 
 
 def test_a_state_dict_that_is_handed_over_is_written_under_plain_names(tmp_path):
@@ -172,7 +172,7 @@ def test_push_to_hub_uploads_mean_and_posterior(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="me/second", commit_message="next")
     assert uploaded == [("me/model", "first"), ("me/second", "next")]
     for folder in ("hub0", "local", "hub1"):
-        loads_as_the_mean_and_as_the_posterior(tmp_path / folder, model)
+        assert_loads_as_mean_and_as_posterior(tmp_path / folder, model)
 
 
 class Card:
@@ -184,7 +184,7 @@ def test_a_plain_trainer_saves_what_a_plain_model_loads(tmp_path):
     model = trained_gpt2(init_sig=0.1)
     args = transformers.TrainingArguments(tmp_path, report_to="none", use_cpu=True)
     transformers.Trainer(model, args).save_model()
-    loads_as_the_mean_and_as_the_posterior(tmp_path, model.eval())
+    assert_loads_as_mean_and_as_posterior(tmp_path, model.eval())
 
 
 def test_a_part_of_a_bayesified_model_writes_its_mean(tmp_path):

@@ -138,7 +138,7 @@ def test_small_tensors_have_the_same_distribution(n: int):
         assert_within((x[:, i] * x[:, j]).mean(), 0, 1 / math.sqrt(len(x)))
 
 
-def correlation(x: torch.Tensor, y: torch.Tensor) -> None:
+def assert_uncorrelated(x: torch.Tensor, y: torch.Tensor) -> None:
     """Check that two noises are uncorrelated, and their squares too."""
     x, y = x.double().flatten(), y.double().flatten()
     assert_within((x * y).mean(), 0, 1 / math.sqrt(len(x)))
@@ -148,21 +148,21 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> None:
 def test_independence():
     n = 64 * BLOCK
     base = normal(n)
-    correlation(base, normal(n, seed=1))  # draws
-    correlation(base, normal(n, seed=1 << 32))
-    correlation(base, normal(n, seed=(1 << 63) + 1))
-    correlation(base, normal(n, name="bias"))  # parameters
+    assert_uncorrelated(base, normal(n, seed=1))  # draws
+    assert_uncorrelated(base, normal(n, seed=1 << 32))
+    assert_uncorrelated(base, normal(n, seed=(1 << 63) + 1))
+    assert_uncorrelated(base, normal(n, name="bias"))  # parameters
     pairs = base.view(-1, 2, HALF)
-    correlation(pairs[:, 0], pairs[:, 1])  # the two of a pair
-    correlation(pairs[:-1], pairs[1:])  # blocks
+    assert_uncorrelated(pairs[:, 0], pairs[:, 1])  # the two of a pair
+    assert_uncorrelated(pairs[:-1], pairs[1:])  # blocks
     for lag in (1, 2, 8, 16, 624):  # elements
-        correlation(base[:-lag], base[lag:])
+        assert_uncorrelated(base[:-lag], base[lag:])
 
 
 def test_first_elements_of_consecutive_draws_are_independent():
     x = torch.stack([normal(2, seed=seed) for seed in range(3000)])
-    correlation(x[:-1, 0], x[1:, 0])
-    correlation(x[:, 0], x[:, 1])
+    assert_uncorrelated(x[:-1, 0], x[1:, 0])
+    assert_uncorrelated(x[:, 0], x[:, 1])
     assert_within(x.double().var(), 1, math.sqrt(2 / x.numel()))
 
 

@@ -1,14 +1,12 @@
 """What optimizer steps tell: mistakes in training are named, and what fused optimizers write is noticed."""
 
-import warnings
-
 import pytest
 import torch
 from cases import MLP, tensor
 from torch import nn
 
 from bayesify import SGLD, bayesify, param_groups, penalty, sample
-from bayesify.model.steps import SETTLED
+from bayesify.model.steps import PATIENCE, SETTLED
 
 X = tensor(5, 4)
 
@@ -70,7 +68,7 @@ def test_a_spread_that_no_optimizer_moves_warns_once():
     train(model, optimizer, steps=SETTLED)
 
 
-def test_a_spread_with_an_optimizer_of_its_own_or_frozen_does_not_warn():
+def test_a_spread_with_an_optimizer_of_its_own_or_frozen_does_not_warn(recwarn):
     model = bayesify(MLP())
     groups = param_groups(model, 0.01)
     train(model, *(torch.optim.SGD([g], lr=0.01) for g in groups), steps=SETTLED + 1)
@@ -78,6 +76,7 @@ def test_a_spread_with_an_optimizer_of_its_own_or_frozen_does_not_warn():
     for name, p in frozen.named_parameters():
         p.requires_grad_("rho" not in name)
     train(frozen, torch.optim.SGD([p for p in frozen.parameters() if p.requires_grad], lr=0.01), steps=SETTLED + 1)
+    assert not recwarn.list
 
 
 def test_a_chain_moved_by_another_optimizer_warns_once():
@@ -106,13 +105,14 @@ def test_a_chain_in_eval_mode_is_refused():
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_optimizers_of_other_models_are_left_alone():
+def test_optimizers_of_other_models_are_left_alone(recwarn):
     bayesify(MLP())
     plain = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(plain.parameters())
     for _ in range(SETTLED + 1):
         plain(X).sum().backward()
         optimizer.step()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("method", ["vi", "mc_dropout"])
@@ -140,7 +140,7 @@ def test_writing_to_a_moment_warns_once():
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
-def test_reading_a_sample_does_not_warn(value):
+def test_reading_a_sample_does_not_warn(value, recwarn):
     model = bayesify(MLP(), "vi")
     with torch.no_grad():
         model.inp.parametrizations.weight.original.fill_(value)
@@ -150,14 +150,47 @@ def test_reading_a_sample_does_not_warn(value):
         model.inp.weight.norm()
     torch.set_num_threads(threads)
     model(X)
+    assert not recwarn.list
 
 
-def test_writing_to_the_mean_does_not_warn():
+def test_writing_to_the_mean_does_not_warn(recwarn):
     model = bayesify(MLP()).eval()
     nn.init.zeros_(model.inp.weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(X)
-        assert not model.inp.parametrizations.weight.original.any()
-        model.train().inp.weight.sum()
-        model(X)
+    model(X)
+    assert not model.inp.parametrizations.weight.original.any()
+    model.train().inp.weight.sum()
+    model(X)
+    assert not recwarn.list
+
+
+# -- the forgotten penalty ---------------------------------------------------------------------------------------------
+
+
+def optimize(model: nn.Module, steps: int, *, with_penalty: bool, forwards: int = 1, fused: bool = False) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = sum(model(X).square().mean() for _ in range(forwards))
+        (loss + penalty(model, 10) if with_penalty else loss).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "vanilla"])
+def test_training_long_without_the_penalty_warns_once(method: str):
+    model = bayesify(MLP(), method)
+    optimize(model, PATIENCE, with_penalty=False, fused=method == "vi")
+    with pytest.warns(UserWarning, match=r"training steps without the prior: add bayesify.penalty\(model, num_data\)"):
+        optimize(model, 2, with_penalty=False)
+    optimize(model, 2 * PATIENCE, with_penalty=False)
+
+
+def test_no_warning_with_the_penalty_evaluation_or_many_forwards_per_step(recwarn):
+    model = bayesify(MLP())
+    optimize(model, 1, with_penalty=True)
+    optimize(model, PATIENCE + 5, with_penalty=False)
+    other = bayesify(MLP())
+    for _ in range(PATIENCE + 5):
+        other(X)
+    optimize(other, 3, with_penalty=False, forwards=PATIENCE)
+    optimize(bayesify(MLP(), "vanilla", wd=0), PATIENCE + 5, with_penalty=False)
+    assert not recwarn.list

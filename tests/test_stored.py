@@ -19,7 +19,7 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def loads_nothing(target, state, message, **options):
+def assert_loads_nothing(target, state, message, **options):
     before = {k: v.clone() for k, v in target.state_dict().items()}
     with pytest.raises(StateDictError, match=message):
         target.load_state_dict(state, **options)
@@ -45,8 +45,8 @@ def loads_nothing(target, state, message, **options):
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_dict_of_another_posterior_is_refused_and_both_are_named(saved, loaded, message, strict):
     state = bayesify(net(), **saved).state_dict()
-    loads_nothing(bayesify(net(1), **loaded), state, message, strict=strict)
-    loads_nothing(nn.Sequential(bayesify(net(1), **loaded)), {f"0.{k}": v for k, v in state.items()}, message)
+    assert_loads_nothing(bayesify(net(1), **loaded), state, message, strict=strict)
+    assert_loads_nothing(nn.Sequential(bayesify(net(1), **loaded)), {f"0.{k}": v for k, v in state.items()}, message)
 
 
 def test_a_part_of_a_state_dict_is_checked_too():
@@ -72,6 +72,16 @@ def test_a_state_dict_without_settings_lacks_keys():
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert len(missing) == 4
     assert not unexpected
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf"), True, "1", None])
+def test_a_state_dict_with_a_factor_that_no_calibration_finds_is_refused(value):
+    model = bayesify(net())
+    state = model.state_dict()
+    key = next(k for k in state if k.endswith("_extra_state"))
+    about = decoded(state[key])
+    state[key] = encoded({**about, "results": {**about["results"], "calibration": value}})
+    assert_loads_nothing(bayesify(net(1)), state, f"damaged: calibration is {value!r}")
 
 
 def test_settings_are_bytes_in_a_tensor_of_a_length_that_numbers_do_not_change():
@@ -105,7 +115,7 @@ def test_copies_averages_and_distributed_checkpoints_carry_the_settings(method, 
 def test_a_plain_state_dict_says_how_it_is_loaded(strict):
     for model in (bayesify(net(), "vi"), nn.Sequential(bayesify(net(), "vi"))):
         plain = nn.Sequential(net()) if len(model) == 1 else net()
-        loads_nothing(model, plain.state_dict(), r"plain model.*load it before bayesify\(model\)", strict=strict)
+        assert_loads_nothing(model, plain.state_dict(), r"plain model.*load it before bayesify\(model\)", strict=strict)
     unbayesify(model[0]).load_state_dict(net().state_dict())
     bayesify(model).load_state_dict({}, strict=False)
 

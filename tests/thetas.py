@@ -32,3 +32,16 @@ def thetas(model: nn.Module, seed: int) -> list[Tensor]:
 
 def all_equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(map(torch.equal, first, second))
+
+
+def by_data_attribute(parameters: list[Tensor]) -> None:
+    """Write to parameters without a trace that autograd counts."""
+    for p in parameters:
+        p.data.mul_(1.5)
+
+
+def by_vector(parameters: list[Tensor]) -> None:
+    """Write to parameters as torch's own helper does."""
+    for factor in (2.0, 0.75):  # the second vector may lie where the weights lay at first
+        vector = factor * nn.utils.parameters_to_vector(parameters).detach()
+        nn.utils.vector_to_parameters(vector, parameters)

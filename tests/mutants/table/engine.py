@@ -6,7 +6,7 @@ MUTANTS = [
     # -- seeds and noise -----------------------------------------------------------------------------------------
     *of(
         "model/seeds.py",
-        "test_scopes.py",
+        "test_blocks.py",
         ("all draws are the same", "(base + i) % 2**63", "base % 2**63", "samples_are"),
         (
             "the seed is not used",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     *of(
         "model/draws.py",
-        "test_scopes.py",
+        "test_blocks.py",
         (
             "models of one name share their noise",
             "Draw(noises.mix(self.seed, i)",
@@ -93,8 +93,12 @@ MUTANTS = [
     ),
     *of(
         "model/fileformat.py",
-        "test_checkpoint.py test_fileformat.py",
+        "test_checkpoint.py",
         ("names may differ", "    if saved != present:\n", "    if False:\n", "fit"),
+    ),
+    *of(
+        "model/fileformat.py",
+        "test_damaged.py test_fileformat.py",
         ("a newer version is read", '(version := int(about["version"])) > VERSION', "(version := 1) > 1", "bad_files"),
         ("another format is read", 'if about.get("format") != FORMAT', "if False", "bad_files"),
         (
@@ -126,8 +130,10 @@ MUTANTS = [
     ),
     *of(
         "model/stored.py",
-        "test_checkpoint.py",
+        "test_damaged.py",
         ("NaN is loaded", "if not (math.isfinite(tensor.sum())", "if not (True", "bad_files or moments"),
         ("another shape of spread is loaded", "if tensor.shape != self.shape and", "if False and", "bad_files"),
+        ("a negative factor is loaded", "and 0 < value < math.inf", "and value < math.inf", "bad_files"),
+        ("a text for a number is loaded", "fits = type(value) in (int, float) and", "fits = value and", "results"),
     ),
 ]

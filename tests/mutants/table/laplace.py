@@ -12,30 +12,38 @@ MUTANTS = [
     ),
     *of(
         "methods/laplace/method.py",
-        "test_laplace.py test_posteriors.py",
+        "test_laplace_exact.py",
         (
             "damping is not used",
             "self.flat else 1 / sig / sig + self.damping",
             "self.flat else 1 / sig / sig",
             "fit_equals",
         ),
+    ),
+    *of(
+        "methods/laplace/method.py",
+        "test_laplace.py",
         ("a flat prior has the prior's precision", "prior = self.damping if self.flat else", "prior =", "flat_prior"),
     ),
     *of(
         "methods/laplace/passes.py",
         "test_laplace.py",
         ("num_data is not used", "num_data / self.count", "1.0", "num_data"),
+        ("train mode", "with evaluation(self.model), mean", "with torch.no_grad(), mean", "dropout_is_off"),
+    ),
+    *of(
+        "methods/laplace/passes.py",
+        "test_laplace_exact.py",
         (
             "Ninflate is not in the curvature",
             "scale * methods[p].inflation(size, kron=self.kron)",
             "scale",
             "gauss_newton or fit_equals",
         ),
-        ("train mode", "with evaluation(self.model), mean", "with torch.no_grad(), mean", "dropout_is_off"),
     ),
     *of(
         "methods/laplace/fit.py",
-        "test_laplace.py test_laplace_kron.py",
+        "test_laplace_failures.py test_laplace_kron.py",
         ("a failed fit leaves its traces", "posterior.put_back(old)", "pass", "failed_fit"),
     ),
     *of(
@@ -79,7 +87,7 @@ MUTANTS = [
     ),
     *of(
         "methods/laplace/closed_form.py",
-        "test_laplace_kron.py",
+        "test_laplace_last_layer.py",
         ("outputs without the bias's spread", "z + own.right.squeeze(0)", "z", "closed_form"),
         ("diagonal outputs without the bias's", "q + self.bias.std.square()", "q", "closed_form"),
         ("the std for the variance", "@ spread.square().T", "@ spread.T", "closed_form"),
@@ -87,7 +95,7 @@ MUTANTS = [
     ),
     *of(
         "methods/laplace/tuning.py",
-        "test_laplace.py",
+        "test_laplace_tuning.py",
         ("the evidence without its determinant", ".log1p_().sum()) / 2", ".log1p_().sum()) * 0", "evidence"),
         ("the evidence without its half", "/ sig) ** 2 / 2", "/ sig) ** 2", "evidence"),
         (
@@ -96,6 +104,21 @@ MUTANTS = [
             "sum(map(math.exp, sigs)) / len(sigs)",
             "typical_scale",
         ),
+        ("an untuned spread is not bounded", "cost(p) <= TOLERANCE)", "True)", "untuned"),
+        ("the least spread that does no harm", "in reversed(_grid(BOUND_RANGE", "in (_grid(BOUND_RANGE", "untuned"),
+        (
+            "a divergence the other way",
+            "(log_p.exp() * (log_p - log_probs(samples)))",
+            "(log_probs(samples).exp() * (log_probs(samples) - log_p))",
+            "untuned",
+        ),
+        (
+            "other outputs are taken for logits",
+            "not data or not isinstance(likelihood, Classification)",
+            "not data",
+            "untuned",
+        ),
+        ("given priors are bounded too", "all(f.posterior.relative for", "all(True for", "untuned"),
     ),
     *of(
         "prediction",
@@ -111,7 +134,7 @@ MUTANTS = [
     ),
     *of(
         "prediction/roots.py",
-        "test_laplace.py",
+        "test_laplace_failures.py",
         ("a loss that is not convex passes", "values < -1e-4 *", "values < -1e4 *", "convex"),
     ),
     *of(
@@ -140,7 +163,7 @@ MUTANTS = [
     ),
     *of(
         "prediction",
-        "test_prediction.py test_likelihoods.py",
+        "test_prediction.py test_predictive.py test_likelihoods.py",
         ("classes last in images", "return outputs.movedim(1, -1) if", "return outputs if", "classes or segmentation"),
     ),
 ]

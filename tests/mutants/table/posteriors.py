@@ -55,7 +55,7 @@ MUTANTS = [
     # -- the posteriors' formulas --------------------------------------------------------------------------------
     *of(
         "model/quadratics.py",
-        "test_posteriors.py",
+        "test_penalty.py",
         ("no half in the penalty", "math.sqrt(precision / 2)", "math.sqrt(precision)", "papers and vanilla"),
         (
             "the penalty is towards zero",
@@ -63,6 +63,10 @@ MUTANTS = [
             "mean",
             "papers and vanilla",
         ),
+    ),
+    *of(
+        "model/quadratics.py",
+        "test_posteriors.py",
         (
             "state below float32",
             "torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype",
@@ -82,7 +86,7 @@ MUTANTS = [
     ),
     *of(
         "model/prior_term.py",
-        "test_posteriors.py",
+        "test_penalty.py",
         ("a part's penalty is the whole's", "if posterior in inside and not", "if not", "part_is"),
     ),
     *of(
@@ -102,7 +106,7 @@ MUTANTS = [
     ),
     *of(
         "methods/vanilla.py",
-        "test_posteriors.py",
+        "test_penalty.py",
         ("the decay shrinks with the data", "return 1.0", "return 1 / num_data", "papers and vanilla"),
         ("biases decay though ignored", 'self.bias == "ignore") or', "False) or", "papers and vanilla"),
     ),
@@ -110,12 +114,6 @@ MUTANTS = [
         "methods/vi.py",
         "test_posteriors.py",
         ("init_sig is the prior's", "min(1e-3, prior.sig / 10)", "prior.sig", "init_sig"),
-        (
-            "uninformative is informative",
-            'flat = prior.is_bias and self.bias == "uninformative"',
-            "flat = False",
-            "papers and vi",
-        ),
         ("the inverse of softplus", "s + math.log(-math.expm1(-s))", "math.log(s)", "starts_at"),
         (
             "no slope at the floor",
@@ -124,6 +122,16 @@ MUTANTS = [
             "clamped",
         ),
         ("the padding row has a spread", "            std[self.fixed_row] = 0\n", "            pass\n", "padding"),
+    ),
+    *of(
+        "methods/vi.py",
+        "test_penalty.py",
+        (
+            "uninformative is informative",
+            'flat = prior.is_bias and self.bias == "uninformative"',
+            "flat = False",
+            "papers and vi",
+        ),
     ),
     *of(
         "methods/vi.py",
@@ -207,7 +215,7 @@ MUTANTS = [
     ),
     *of(
         "methods/mc_dropout.py",
-        "test_posteriors.py",
+        "test_penalty.py",
         ("gaussian biases drop out", "self.p_drop if dropped else 0.0", "self.p_drop", "papers and mc_dropout"),
         (
             "ignored biases have a penalty",
@@ -228,7 +236,7 @@ MUTANTS = [
     ),
     *of(
         "model/method.py",
-        "test_posteriors.py",
+        "test_penalty.py",
         ("kld divides", "value / num_data if self", "1 / value / num_data if self", "papers and vi"),
         ("the penalty without Ninflate", "1 / (num_data * value)", "1 / num_data", "counts_as"),
     ),
@@ -321,6 +329,10 @@ MUTANTS = [
             'noises.mix(chain["seed"])',
             "equal_names",
         ),
+    ),
+    *of(
+        "methods/sgld/optimizer.py",
+        "test_sgld_options.py",
         ("weight decay is taken", 'if group.get("weight_decay", 0):', "if False:", "weight_decay"),
     ),
     # -- IVON ----------------------------------------------------------------------------------------------------
