@@ -129,7 +129,7 @@ BAD = {
     **{f"fixed_row {v!r}": (prior("fixed_row", v), "damaged.*fixed_row") for v in (99, -1, [0, 1], True, "0", 1.5)},
     "is_bias 1": (prior("is_bias", 1), "damaged.*is_bias"),
     "results of nothing": (prior("results", {"forward": 1}), "damaged.*forward is nothing that a fit finds"),
-    "results are a list": (prior("results", [1]), "is damaged"),
+    "results are a list": (prior("results", [1]), "damaged.*results of"),
     **{
         f"calibration {v!r}": (result("calibration", v), "damaged.*calibration is")
         for v in (-1.0, 0, True, "1", [1], None)

@@ -176,10 +176,11 @@ def test_an_untuned_spread_is_the_largest_whose_samples_cost_no_more_than_the_to
     plain, x, y = overfitted()
     model = fit_laplace(bayesify(copy.deepcopy(plain), "la", nst=10), batches(x, y))
     (power,) = {round(math.log10(q.fitted_sig / q.prior_sig), 6) for _, q in named_posteriors(model)}
+    tempered = {"Ninflate": model._bayesify_scope.method.inflation(len(x))}
     costs = []
     for wider in (0, 0.25):  # the next scale that is tried; priors that are given as numbers are used as they are
         sigs = {name: q.prior_sig * 10 ** (power + wider) for name, q in named_posteriors(model)}
-        given = fit_laplace(bayesify(copy.deepcopy(plain), "la", prior_sig=sigs), batches(x, y))
+        given = fit_laplace(bayesify(copy.deepcopy(plain), "la", prior_sig=sigs, **tempered), batches(x, y))
         assert all(q.fitted_sig == q.prior_sig for _, q in named_posteriors(given))
         costs.append(cost_of_samples(given, x))
     assert power < 0

@@ -351,6 +351,8 @@ def _check_prior(name: str, about: dict[str, Any]) -> None:
         raise ValueError(f"fixed_row of {name!r} is {row!r}")
     if not isinstance(about["is_bias"], bool):
         raise ValueError(f"is_bias of {name!r} is {about['is_bias']!r}")
+    if not isinstance(about["results"], dict):
+        raise ValueError(f"results of {name!r} are {about['results']!r}")
 
 
 def _no_number(text: str) -> NoReturn:
