@@ -4,6 +4,7 @@ import copy
 import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from bayesify import SGLD, bayesify, load, mean, named_posteriors, penalty, predict, sample, save, summary
 from bayesify.engine import noise as noises
-from bayesify.methods.sgld.method import FADE
+from bayesify.methods.sgld.method import FADE, FEW
 from bayesify.model.wrapping import unbayesify
 
 
@@ -168,6 +169,19 @@ def test_before_there_are_moments_the_mean_is_the_chain_and_sampling_is_an_error
     assert "no moments yet" in str(summary(model))
     run(model.train(), chain, x, y, 1)
     predict(model, x, samples=2)
+
+
+@pytest.mark.parametrize(("steps", "words"), [(1, "1 state, which has no spread"), (FEW - 1, f"{FEW - 1} states")])
+def test_too_few_states_are_warned_about(steps, words):
+    model, chain = chained(thin=1)
+    x, y = linear_gaussian(3, 2)
+    run(model, chain, x, y, steps)
+    with pytest.warns(UserWarning, match=words):
+        predict(model, x, samples=2, task="regression")
+    run(model, chain, x, y, FEW - steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predict(model, x, samples=2, task="regression")
 
 
 def test_what_is_not_bayesian_and_the_padding_row_move_without_noise():

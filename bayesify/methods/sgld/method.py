@@ -3,6 +3,8 @@
 The chain itself is moved by the optimizer `bayesify.SGLD`.
 """
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ from bayesify.model.method import Tempered
 from bayesify.model.moments import MomentsPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
 
+FEW = 5  # states, below which a spread is none
 FADE = 3.0  # half of the weight is on the last sixth of the states
 
 
@@ -66,6 +69,18 @@ class SGLD(Tempered):
         """Return the posterior of one parameter, without moments at first."""
         flat = prior.is_bias and self.bias == "uninformative"
         return SGLDPosterior(param, prior, flat=flat, fixed_row=fixed_row, fade=self.fade or 0.0)
+
+    def check_ready(self, posteriors: Sequence[Posterior]) -> None:
+        """Raise before there are moments; warn where they are those of too few states."""
+        super().check_ready(posteriors)
+        counts = [int(p.count) for p in posteriors if isinstance(p, SGLDPosterior) and p.count is not None]
+        if counts and min(counts) < FEW:
+            states = "1 state, which has no spread" if min(counts) == 1 else f"{min(counts)} states"
+            warnings.warn(
+                f"the chain has collected {states}: samples will tell little; train for longer, or collect more often "
+                f"(thin is {self.thin}, burnin {self.burnin} optimizer steps)",
+                stacklevel=5,
+            )
 
     def collects(self, step: int) -> bool:
         """Tell whether the state after this step (from 1) enters the moments."""
