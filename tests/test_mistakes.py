@@ -41,15 +41,16 @@ MISTAKES = {
     "bayesify twice": (
         lambda _: bayesify(vi(), "vi"), "bayesified", "already", "call unbayesify(model) first"),
     "the class for the model": (
-        lambda _: bayesify(nn.Linear, "vi"), "must be a torch.nn.Module", "got type", "pass the model itself"),
+        lambda _: bayesify(nn.Linear, "vi"), "must be a torch.nn.Module", "got the class Linear",
+        "pass the model itself"),
     "everything frozen": (
         lambda _: bayesify(network().requires_grad_(False), "vi"), "no parameter is left", "(frozen)",
         "requires_grad_(True)"),
     "the penalty of a plain model": (
         lambda _: penalty(network(), 10), "no posteriors", "Sequential", "call bayesify(model, ...) first"),
     "the loader for the number of data": (
-        lambda _: penalty(vi(), DataLoader(TensorDataset(X))), "num_data must be a positive number",
-        "got <torch.utils.data", "pass len(...) of it, 6"),
+        lambda _: penalty(vi(), DataLoader(TensorDataset(X), 4)), "num_data must be a positive number",
+        "got a DataLoader", "pass len(loader.dataset), 6"),
     "the head's rate without a head": (
         lambda _: param_groups(vi(), 0.1, lr_head=1.0), "lr_head needs head=", "lr_head", "the module that it is for"),
     "the sampler on another method": (

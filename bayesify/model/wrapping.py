@@ -108,14 +108,18 @@ def check_wrappable(model: nn.Module) -> None:
 def check_module(model: Any) -> None:
     """Raise unless this is a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself")
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a torch.nn.Module, got {got}; pass the model itself")
 
 
 def check_num_data(num_data: Any) -> None:
     """Raise unless this can be the number of training items."""
     if isinstance(num_data, bool) or not isinstance(num_data, Real) or not 0 < float(num_data) < math.inf:
-        hint = f"; pass len(...) of it, {len(num_data)}" if hasattr(num_data, "__len__") else ""
-        raise ValueError(f"num_data must be a positive number, the size of the training set, got {num_data!r}{hint}")
+        items, name = getattr(num_data, "dataset", num_data), type(num_data).__name__
+        got, hint = repr(num_data), ""
+        if hasattr(items, "__len__"):  # a loader's own length counts batches
+            got, hint = f"a {name}", f"; pass len({'loader.dataset' if items is not num_data else '...'}), {len(items)}"
+        raise ValueError(f"num_data must be a positive number, the size of the training set, got {got}{hint}")
 
 
 def check_parameters(every: list[Candidate]) -> None:
