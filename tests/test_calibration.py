@@ -212,3 +212,12 @@ def test_what_cannot_be_calibrated_is_said_and_changes_nothing(method, options, 
     assert all(q.calibration == 1 for _, q in named_posteriors(model))
     with pytest.raises(ValueError, match="give labels"):
         calibrate(bayesify(nn.Linear(4, 1), "vi"), X, progress=False)
+
+
+def test_a_factor_of_zero_is_saved_and_loaded(tmp_path):
+    model = bayesify(torch.nn.Linear(3, 2), "vi")
+    for _, q in named_posteriors(model):
+        q.calibration = 0.0
+    save(model, tmp_path)
+    loaded = load(torch.nn.Linear(3, 2), tmp_path)
+    assert all(q.calibration == 0 and not q.std.any() for _, q in named_posteriors(loaded))

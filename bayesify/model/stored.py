@@ -18,6 +18,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 EXTRA = "_extra_state"  # torch's own key for what get_extra_state returns
 CENTER = "prior_center"
 PAGE = 256  # bytes; distributed checkpoints load in place, so that lengths must not depend on the numbers
+LEAST = {"calibration": 0.0, "gain": -1e300, "most_gain": 0.0}  # of results that need not be positive
 
 
 class StateDictError(ValueError, RuntimeError):
@@ -132,7 +133,8 @@ class Stored(nn.Module):
     def check_results(self, results: dict[str, Any]) -> None:
         """Raise unless `found` can have returned these, each of the kind of the attribute's default.
 
-        That is a text, a whole number, or a positive one, for which None says that it is not known yet.
+        That is a text, a whole number, or a positive one, for which None says that it is not known yet; a factor on the
+        spread may be 0, and a gain negative.
 
         Raises:
             ValueError: One is unknown, of another kind or out of range.
@@ -146,7 +148,11 @@ class Stored(nn.Module):
             elif isinstance(default, int):
                 fits = type(value) is int and value >= 0
             else:
-                fits = type(value) in (int, float) and 0 < value < math.inf
+                fits = (
+                    type(value) in (int, float)
+                    and (value > 0 or value >= LEAST.get(name, math.inf))
+                    and value < math.inf
+                )
             if not fits and (value is not None or default is not None):
                 raise ValueError(f"{name} is {value!r}")
 
