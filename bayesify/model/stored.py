@@ -148,11 +148,8 @@ class Stored(nn.Module):
             elif isinstance(default, int):
                 fits = type(value) is int and value >= 0
             else:
-                fits = (
-                    type(value) in (int, float)
-                    and (value > 0 or value >= LEAST.get(name, math.inf))
-                    and value < math.inf
-                )
+                least = LEAST.get(name, math.nextafter(0.0, 1.0))
+                fits = type(value) in (int, float) and least <= value < math.inf
             if not fits and (value is not None or default is not None):
                 raise ValueError(f"{name} is {value!r}")
 

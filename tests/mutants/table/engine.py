@@ -133,7 +133,7 @@ MUTANTS = [
         "test_damaged.py",
         ("NaN is loaded", "if not (math.isfinite(tensor.sum())", "if not (True", "bad_files or moments"),
         ("another shape of spread is loaded", "if tensor.shape != self.shape and", "if False and", "bad_files"),
-        ("a negative factor is loaded", "and 0 < value < math.inf", "and value < math.inf", "bad_files"),
+        ("a negative factor is loaded", "and least <= value < math.inf", "and value < math.inf", "bad_files"),
         ("a text for a number is loaded", "fits = type(value) in (int, float) and", "fits = value and", "results"),
     ),
 ]
