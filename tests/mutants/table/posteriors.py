@@ -161,6 +161,9 @@ MUTANTS = [
             "formula",
         ),
         ("a gradient in log s", "grad.copy_(natural.mul_(terms.unit))", "grad.copy_(natural)", "formula"),
+        ("a loop's cost with the KL", "- par[0] * (s * s * par[1] - elements.ONE), g", ", g", "formula"),
+        ("a loop without - 1", "+ s * s * par[1] - elements.ONE\n", "+ s * s * par[1]\n", "formula"),
+        ("a loop without its bound", "(most if step > most else step)", "step", "formula"),
     ),
     *of(
         "model/posteriors.py",
