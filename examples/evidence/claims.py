@@ -1,6 +1,7 @@
 """What the results say: the best rows in words, and every claim with its figure, whether it holds or not."""
 
 import math
+import statistics
 
 from .rows import METHODS, WORDS
 from .tables import BAR
@@ -32,7 +33,7 @@ def best(table, ways, score="nll"):
 
 def summary(tables):
     """Return a few lines: on each task what is best, for one pass and at any cost, and what does not pay."""
-    lines = ["## In short", ""]
+    lines = ["## In short", "", *choices(tables)]
     for name, table in tables.items():
         ways = bayesian(table)
         if not ways:
@@ -48,6 +49,47 @@ def summary(tables):
             "than a standard error."
         )
     return lines
+
+
+def choices(tables):
+    """Return what to choose for what, by means over the tasks, and where one model's posterior does not pay."""
+
+    def over(one, other, score="nll", other_score=None):
+        both = [t for t in tables.values() if one[0] in t.rows and other[0] in t.rows]
+        found = [t.paired(one, other, score, other_score).mean for t in both]
+        return statistics.mean(found) if found else math.nan
+
+    def each(ways, *args, better=1):
+        known = [(way, over(way, *args)) for way in ways if any(way[0] in t.rows for t in tables.values())]
+        return ", ".join(
+            f"{WORDS.get(way[0], way[0])} {value:+.3f}" for way, value in sorted(known, key=lambda pair: pair[1])
+        )
+
+    single = [("la_last_kron", "closed"), *((method, "samples") for method in METHODS)]
+    spreads = [*single, ("la_last_self", "closed"), ("mix5_la_last_kron", "closed"), ("ensemble5", "samples")]
+    idle = [
+        name
+        for name, t in tables.items()
+        if not any(way[0] in t.rows and below(t, way) for way in [*single, *((m, "calibrated") for m in METHODS)])
+    ]
+    return [
+        f"- **A trained model, one pass**: the last layer's NLL is {over(RECOMMENDED, PLAIN):+.3f} against plain in "
+        f"the mean of the tasks, and {over(RECOMMENDED, BAR):+.3f} against temperature scaling.",
+        f"- **A training of your own**: samples' NLL against plain: {each(single[1:], PLAIN)}; against temperature "
+        f"scaling, for which they need no held-out data: {each(single[1:], BAR)}.",
+        f"- **Five trainings**: the mixture of five last layers has {over(MIXTURE, ENSEMBLE):+.3f} against an ensemble "
+        f"with temperature scaling, and {over(MIXTURE, BAR):+.3f} against one such network.",
+        "- **To notice what was never seen**: AUROC by mutual information minus that of plain's entropy: "
+        f"{each(spreads, PLAIN, 'ood_mi', 'ood_entropy', better=-1)}.",
+        "- **Where it does not pay**: temperature scaling of one plain network is as good as every posterior of one "
+        f"model, in NLL and within a standard error, on: {', '.join(idle) or 'none of the tasks'}.",
+    ]
+
+
+def below(table, way):
+    """Tell whether a way to predict is below plain + temperature by more than a standard error."""
+    apart = table.paired(way, BAR, "nll")
+    return apart.mean < -(0.0 if math.isnan(apart.error) else apart.error)
 
 
 def checks(tables):
