@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from bayesify import IVON, bayesify, mean, named_posteriors, penalty, sample, unbayesify
+from bayesify import IVON, bayesify, fit_laplace, mean, mix, named_posteriors, penalty, sample, unbayesify
 
 METHODS = ("vi", "mc_dropout", "ivon", "la", "sgld", "vanilla")
 DRAWING = ("vi", "mc_dropout", "ivon")  # in train mode
@@ -237,15 +237,169 @@ def test_two_forwards_in_one_graph_are_two_draws():
     assert not torch.allclose(first, second)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's notes on graph breaks
-def test_a_block_inside_compiled_code_breaks_the_graph_and_holds():
+class Tied(nn.Module):
+    """One weight read at two places, and once more without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.out.weight = self.inp.weight
+
+    def forward(self, x):
+        with torch.no_grad():
+            size = self.inp.weight.square().mean()
+        return self.out(torch.tanh(self.inp(x))) / (1 + size)
+
+
+def counted(graphs: CompileCounterWithBackend, what: str) -> int:
+    """How often an operation of ours is in the graphs."""
+    return sum(f"bayesify.{what}" in str(node.target) for graph in graphs.graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("method", DRAWING)
+def test_a_theta_is_drawn_once_and_the_penalty_adds_no_pass(method):
+    torch.manual_seed(0)
+    model = bayesify(Tied(), method, prior_mean="zero", prior_sig=0.3)
+    graphs = CompileCounterWithBackend("aot_eager")
+
+    def loss():
+        return model(X).square().mean() + penalty(model, 50)
+
+    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
+    for found, exact in zip(gradients(model, compiled), gradients(model, loss), strict=True):
+        assert_close(found, exact)
+    # the weight with and without a gradient, and two biases
+    assert (counted(graphs, "draw"), counted(graphs, "energy"), counted(graphs, "noise")) == (4, 3, 0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model: penalty(model, 50) + model(X).square().mean(),
+        lambda model: model(X).square().mean() + penalty(model, 50) + 0.5 * penalty(model, 20),
+        lambda model: model(X).square().mean() + (model(X) + 1).square().mean() * penalty(model, 50),
+        lambda model: penalty(model, 50),
+        lambda model: model(X).square().mean() + penalty(model.inp, 50),
+    ],
+    ids=["penalty first", "two penalties", "two forwards", "penalty alone", "of a part"],
+)
+def test_wherever_the_penalty_stands_its_gradient_is_that_of_eager_mode(loss):
+    torch.manual_seed(0)
+    model = bayesify(MLP(), "vi", prior_sig=0.3, init_sig=0.1)
+    compiled = torch.compile(lambda: loss(model), backend="aot_eager", fullgraph=True)
+    for _ in range(2):  # what one call leaves behind must not matter to the next
+        for found, exact in zip(gradients(model, compiled), gradients(model, lambda: loss(model)), strict=True):
+            assert_close(found, exact)
+
+
+def test_model_and_penalty_in_graphs_of_their_own():
+    torch.manual_seed(0)
+    model = bayesify(MLP(), "vi", prior_sig=0.3, init_sig=0.1)
+    run = torch.compile(lambda: model(X).square().mean(), backend="aot_eager", fullgraph=True)
+    pull = torch.compile(lambda: penalty(model, 50), backend="aot_eager", fullgraph=True)
+    exact = gradients(model, lambda: model(X).square().mean() + penalty(model, 50))
+    for mixed in (lambda: run() + pull(), lambda: run() + penalty(model, 50), lambda: pull() + run()):
+        for found, expected in zip(gradients(model, mixed), exact, strict=True):
+            assert_close(found, expected)
+
+
+def test_functional_transforms_inside_compiled_code_take_plain_operations():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+    weights = dict(model.named_parameters())
+
+    def slopes(weights):
+        return torch.func.grad(lambda w: torch.func.functional_call(model, w, (X,)).square().mean())(weights)
+
+    with sample(model, seed=1):
+        exact, found = slopes(weights), torch.compile(slopes, backend="eager")(weights)
+    for name, grad in exact.items():
+        assert_close(found[name], grad)
+
+
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "la"])
+def test_blocks_inside_compiled_code_hold_there_and_nowhere_else(method):
+    model, x = made("mlp", method)
+    model.train()
+
+    def inside(seed):
+        before = model(x)
+        with mean(model):
+            middle = model(x)
+            with sample(model, seed=seed):
+                first = model(x), model(x)
+            again = model(x)
+        with sample(model):
+            last = model(x)
+        return before, middle, *first, again, last, model(x)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(inside, backend=counter, fullgraph=True)
+    for seed in (3, 4, 5):
+        torch.manual_seed(seed)
+        found, state = compiled(seed), torch.get_rng_state()
+        torch.manual_seed(seed)
+        for one, exact in zip(found, inside(seed), strict=True):
+            assert_close(one, exact)
+        assert torch.equal(state, torch.get_rng_state())
+        assert torch.equal(found[2], found[3])
+        assert not torch.equal(found[2], found[5])
+    assert counter.frame_count <= 2  # torch makes the second seed a symbol
+    torch.manual_seed(1)
+    drawn = model(x)
+    torch.manual_seed(1)
+    assert_close(model(x), drawn)
+
+
+def test_a_block_inside_compiled_code_wins_over_the_one_around_it():
     model = bayesify(MLP(), "vi", init_sig=0.1)
 
     def inside():
         with mean(model):
             return model(X)
 
+    with sample(model, seed=1):
+        assert_close(torch.compile(inside, backend="eager", fullgraph=True)(), inside())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's notes on graph breaks
+def test_a_block_with_a_break_inside_is_left_to_eager_mode():
+    model = bayesify(MLP(), "vi", init_sig=0.1)
+
+    def inside():
+        with mean(model):
+            first = model(X)
+            torch._dynamo.graph_break()
+            return first + model(X)
+
     assert_close(torch.compile(inside, backend="eager")(), inside())
+    assert not torch.equal(model(X), model(X))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mixture_picks_its_member_in_compiled_code_too():
+    members = [bayesify(MLP(), "vi", init_sig=0.1) for _ in range(2)]
+    both = mix(members).eval()
+
+    def inside(seed):
+        with sample(both, seed=seed):
+            return both(X)
+
+    compiled = torch.compile(inside, backend="eager")
+    for seed in range(4):
+        assert_close(compiled(seed), inside(seed))
+
+
+def test_weight_and_bias_of_a_kronecker_factored_layer_share_their_noise_in_a_graph():
+    torch.manual_seed(0)
+    model = bayesify(MLP(), "la", prior_sig=0.3)
+    fit_laplace(model, [(X, torch.arange(5) % 3)], structure="kron")
+    assert {q.partner for _, q in named_posteriors(model)} == {"", "inp.weight", "out.weight"}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in (1, 2):
+        with sample(model, seed=seed):
+            assert_close(compiled(X), model(X))
+            with torch.no_grad():
+                assert_close(torch.export.export(model, (X,)).module()(X), model(X))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, for plain models too

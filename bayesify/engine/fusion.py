@@ -53,11 +53,16 @@ def fused(*tensors: Tensor) -> bool:
 
 def transformed() -> bool:
     """Tell whether a compiler, torch.func or forward-mode differentiation is at work: they want plain operations."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return torch.compiler.is_compiling() or functional()
+
+
+def functional() -> bool:
+    """Tell whether torch.func or forward-mode differentiation is at work."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler.
+functional._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def run(

@@ -47,6 +47,9 @@ def name_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
+name_key._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what `torch.compiler` does, without its import
+
+
 def mix(seed: int, *words: int) -> int:
     """Mix a seed with further words into 64 bits (splitmix64 rounds)."""
     state = seed & MASK64

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bayesify.engine import noise as noises
 from bayesify.engine.fusion import transformed
+from bayesify.model.compiled import draw, graph, in_one_operation, part_seed
 from bayesify.model.posteriors import Posterior, Sampled
 
 MEMBER = noises.name_key("mixture/member")
@@ -38,7 +39,8 @@ class Draw:
         """Return the draw for the i-th of several models: parameters of one name need noise of their own."""
         if not i:
             return self
-        return self.parts.setdefault(i, Draw(noises.mix(self.seed, i), pinned=self.pinned, keep=self.keep))
+        seed = part_seed(self.seed, i) if isinstance(self.seed, Tensor) else noises.mix(self.seed, i)
+        return self.parts.setdefault(i, Draw(seed, pinned=self.pinned, keep=self.keep))
 
     def forget(self) -> None:
         """Drop the thetas that were kept."""
@@ -47,10 +49,14 @@ class Draw:
 
     def theta(self, posterior: Posterior, original: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return this draw's theta of one posterior, with its energy handle where gradients are wanted."""
-        if transformed():
-            seed: Any = self.traced if torch.compiler.is_compiling() else self.seed
-            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed))), None
         tensors = (original, *posterior.learnable())
+        if transformed():
+            compiling = torch.compiler.is_compiling()
+            if compiling and in_one_operation(posterior, original):
+                drawn: tuple[Tensor, Tensor] = draw(posterior._number, self.traced, list(tensors))
+                return drawn
+            seed: Any = self.traced if compiling else self.seed
+            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed))), None
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             theta, handle = Sampled.apply(posterior, self.seed, None, *tensors)
             return theta, handle
@@ -61,6 +67,38 @@ class Draw:
             if self.keep and posterior.layout is None:  # a sharded model is one that does not fit into the memory
                 self.kept[posterior] = kept
         return kept, None
+
+
+class Traced:
+    """What a forward in compiled code has drawn, known in the graph that it began in.
+
+    Args:
+        graph: The name of that graph.
+        handles: The energy handles of samples, for a penalty in the same graph.
+    """
+
+    def __init__(self, graph: str, handles: dict[str, Tensor]) -> None:
+        self.graph = graph
+        self.handles = handles
+        self.thetas: dict[tuple[str, bool], Tensor] = {}
+
+    def is_here(self) -> bool:
+        """Tell whether it is the graph that is made now."""
+        return self.graph == graph()
+
+    def theta(self, draw: Draw, posterior: Posterior, original: Tensor, *, trains: bool) -> Tensor:
+        """Return the theta that a read sees: the same as an earlier one, where that is known."""
+        if not self.is_here():
+            return draw.theta(posterior, original)[0]
+        key = posterior.name, torch.is_grad_enabled()
+        if key not in self.thetas:
+            self.thetas[key], handle = draw.theta(posterior, original)
+            if handle is not None and trains and torch.is_grad_enabled():
+                self.handles[posterior.name] = handle
+        return self.thetas[key]
+
+
+NOWHERE = Traced("", {})
 
 
 class Mode(NamedTuple):

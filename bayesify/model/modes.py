@@ -6,15 +6,16 @@ the code that starts it. A block that was left is over for everybody.
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from bayesify.model.draws import Mode
-from bayesify.model.seeds import check_shared
+from bayesify.model.compiled import graph, sample_seed
+from bayesify.model.draws import MEAN, Draw, Mode, one_draw
+from bayesify.model.seeds import check_shared, draw_seeds
 
 if TYPE_CHECKING:
     from bayesify.model.scopes import Scope
@@ -61,6 +62,47 @@ def override(scopes: Iterable["Scope"], mode: Mode) -> Iterator[None]:
                 _OPEN.remove(block)
         # By what is open, and not by a token: a generator may be closed in another context than it was started in.
         _INSIDE.set(tuple(b for b in _INSIDE.get() if b.open))
+
+
+class TracedBlock:
+    """A block inside compiled code: it holds in the graph that it begins and ends in, and for nobody else.
+
+    Where the code is cut into several graphs, or none is made after all, it is a block as any other.
+
+    Args:
+        scopes: The models.
+        mean: Whether it is a `mean` block.
+        seed: As in `sample`, else.
+    """
+
+    def __init__(self, scopes: "list[Scope]", *, mean: bool = False, seed: int | None = None) -> None:
+        self.scopes, self.mean, self.seed = scopes, mean, seed
+        self.graph = graph()
+        self.outer: list[Mode | None] = []
+        self.plain: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        """Put the mode where forwards of the same graph look first."""
+        if not torch.compiler.is_compiling() or self.graph != graph() or any(scope.sharded for scope in self.scopes):
+            self.plain = override(self.scopes, MEAN if self.mean else one_draw(draw_seeds(1, self.seed)[0]))
+            self.plain.__enter__()
+            return
+        draw = None if self.mean else Draw(sample_seed(self.seed), pinned=True)
+        self.outer = [scope.now.mode for scope in self.scopes]
+        for i, scope in enumerate(self.scopes):
+            if draw is not None:
+                for posterior in scope.posteriors:
+                    posterior.check_ready()
+            scope.now.mode = MEAN if draw is None else Mode(draw=draw.part(i))
+
+    def __exit__(self, *error: Any) -> None:
+        """Put back what was there."""
+        if self.plain is not None:
+            self.plain.__exit__(*error)
+            self.plain = None
+            return
+        for scope, outer in zip(self.scopes, self.outer, strict=True):
+            scope.now.mode = outer
 
 
 def own_block(scope: "Scope") -> Block | None:

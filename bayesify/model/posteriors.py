@@ -61,6 +61,9 @@ class Posterior(Stored):
     neutral_noise: ClassVar[float] = 0.0
     """The noise with which `theta` is the mean."""
 
+    pulls_by_hand: ClassVar[bool] = False
+    """Whether a subclass gives `pullback`, and does not leave it to autograd."""
+
     rate: float | None = None
     """The learning rate that `learnable()` wants, where it is not the mean's."""
 
@@ -76,6 +79,10 @@ class Posterior(Stored):
 
     prior_center: Tensor
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.pulls_by_hand = cls.pullback is not Posterior.pullback
+
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool = False, fixed_row: int | None = None) -> None:
         super().__init__()
         self.prior_sig = prior.sig
@@ -88,7 +95,7 @@ class Posterior(Stored):
         self.fixed_row = fixed_row
         self.name = ""
         self.key = 0
-        self._key = torch.tensor(0)
+        self._key = self._number = torch.tensor(0)
         self.reader: Reader | None = None
         # A tuple hides the owner from nn.Module, which would register it as a child.
         self._home: tuple[nn.Module, str] | None = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.engine.fusion import transformed
+from bayesify.model.compiled import energy_of
 from bayesify.model.posteriors import Posterior, autograd_pullback, holding
 from bayesify.model.quadratics import wide
 from bayesify.model.shards import Layout, part, part_of
@@ -49,7 +50,11 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
         for posterior in scope.posteriors:
             layout, own = posterior.layout, part_of(posterior)
             handle = scope.take_handle(posterior) if by_hand and layout is None else None
+            traced = scope.take_traced_handle(posterior) if torch.compiler.is_compiling() else None
             if posterior in inside and not posterior.flat:
+                if traced is not None:
+                    total = total + energy_of(posterior, scale, traced)
+                    continue
                 with torch.set_grad_enabled(torch.is_grad_enabled() and not by_hand):
                     energy = own.energy(own.original, scale).to(total)
                 if layout is None:

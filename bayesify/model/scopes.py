@@ -9,8 +9,6 @@ the posterior's own formula of mean and noise: one graph serves all draws. What 
 """
 
 import copy
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -23,8 +21,9 @@ from torch.nn.utils import parametrize
 
 from bayesify.engine.fusion import transformed
 from bayesify.model import caches, lost, steps
-from bayesify.model.compiled import enroll, training_seed_of
-from bayesify.model.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode
+from bayesify.model.compiled import enroll, graph, training_seed_of
+from bayesify.model.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode, Traced
+from bayesify.model.frames import Frame, Now, Thread
 from bayesify.model.method import Method
 from bayesify.model.modes import block_of, own_block
 from bayesify.model.posteriors import Posterior, Sampled
@@ -41,50 +40,6 @@ class Site(NamedTuple):
     module: nn.Module
     attribute: str
     order: tuple[str, ...]
-
-
-class Frame:
-    """One outermost forward: the modules entered so far, and the thetas that its reads have seen."""
-
-    def __init__(self, mode: Mode, caller: FrameType | None, start: int, *, recomputes: bool) -> None:
-        self.mode = mode
-        self.caller = caller
-        self.start = start
-        self.recomputes = recomputes
-        self.stack: list[nn.Module] = []
-        self.thetas: dict[Posterior, Tensor] = {}
-        self.remaking: Remaking | None = None
-
-    def runs(self) -> bool:
-        """Tell whether the forward still runs: its Python frame is on the stack.
-
-        Torch calls no hook where an interrupt ends a forward, nor any other exception that is not an `Exception`. A
-        forward that compiled code began has no frame, and lasts until the model's next one at most.
-        """
-        if self.caller is None:
-            return True
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is self.caller:
-                return True
-            frame = frame.f_back
-        return False
-
-
-class Now:
-    """What one thread does with a model: its running forward, and the energy handles of its last one."""
-
-    def __init__(self) -> None:
-        self.frame: Frame | None = None
-        self.handles: dict[Posterior, Tensor] = {}
-        self.bare: lost.BareRead | None = None
-
-
-class Thread(threading.local):
-    """The thread's own `Now`: compiled code can write to a plain object only."""
-
-    def __init__(self) -> None:
-        self.now = Now()
 
 
 class Scope:
@@ -115,7 +70,7 @@ class Scope:
         self._forget()
 
     def _forget(self) -> None:
-        self.number = enroll(self)
+        self.number = enroll(self, self.posteriors)
         self._thread = Thread()
         self._past = Past()
 
@@ -138,6 +93,11 @@ class Scope:
         steps.watch(copied)
         return copied
 
+    @property
+    def now(self) -> Now:
+        """What the running thread does with the model."""
+        return self._thread.now
+
     def trains(self, posterior: Posterior) -> bool:
         """Tell whether the model is in train mode, whatever flag the module around a posterior has.
 
@@ -150,19 +110,19 @@ class Scope:
 
     def enter(self, module: nn.Module, caller: FrameType | None) -> None:
         """Begin a module's forward; the outermost one decides what is read."""
-        frame = self._thread.now.frame
+        frame = self.now.frame
         if frame is None or not frame.runs() or (frame.caller is None and module is self.root):
             if frame is not None and frame.remaking is not None:
                 frame.remaking.end()
-            self._thread.now.frame = None
-            frame = self._thread.now.frame = self._begin(module, caller)
+            self.now.frame = None
+            frame = self.now.frame = self._begin(module, caller)
             if self.sharded and torch.is_grad_enabled():
                 frame.remaking = Remaking()
         frame.stack.append(module)
 
     def leave(self, module: nn.Module) -> None:
         """End a module's forward, by return or by exception."""
-        frame = self._thread.now.frame
+        frame = self.now.frame
         if frame is None or not any(m is module for m in frame.stack):
             return
         while frame.stack.pop() is not module:
@@ -175,28 +135,31 @@ class Scope:
         if not frame.stack:
             if frame.remaking is not None:
                 frame.remaking.end()
-            self._thread.now.frame = None
+            self.now.frame = None
             self._end(module, frame)
 
     def enter_compiled(self, module: nn.Module) -> None:
         """Begin a module's forward in compiled code; only an outermost one leaves a trace."""
-        if self._thread.now.frame is None or module is self.root:
-            self._thread.now.frame = self._begin_compiled(module)
+        if self.now.frame is None or module is self.root:
+            self.now.frame = self._begin_compiled(module)
 
     def leave_compiled(self, module: nn.Module) -> None:
         """End a module's forward in compiled code."""
-        frame = self._thread.now.frame
+        frame = self.now.frame
         if frame is not None and frame.caller is None and frame.stack[0] is module:
-            self._thread.now.frame = None
+            self.now.frame = None
+            if frame.traced.is_here():
+                self.now.traced = Traced(frame.traced.graph, frame.traced.handles)
 
     def _begin_compiled(self, module: nn.Module) -> Frame:
         """Choose the mode of an outermost forward, as `_begin` does."""
         block = own_block(self)
-        mode = BY_TRAINING_FLAG if block is None else block.mode
+        mode = self.now.mode or (BY_TRAINING_FLAG if block is None else block.mode)
         if mode.draw is None and not mode.mean and self._sampled_under(module):
             whole = module is self.root
             mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
         frame = Frame(mode, None, 0, recomputes=False)
+        frame.traced = Traced(graph(), {})
         frame.stack.append(module)
         return frame
 
@@ -310,18 +273,18 @@ class Scope:
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read of a posterior sees now."""
         if torch.compiler.is_compiling():
-            return self._theta(self._thread.now.frame or self._begin_compiled(posterior), posterior, original)
+            return self._theta(self.now.frame or self._begin_compiled(posterior), posterior, original)
         if parametrize._cache_enabled:
             raise RuntimeError(
                 f"{posterior.name!r} is read inside torch.nn.utils.parametrize.cached(), which would freeze its draw; "
                 "leave cached() out: every forward of a bayesified model reads one theta by itself"
             )
-        frame = self._thread.now.frame
+        frame = self.now.frame
         if frame is None or not frame.runs():
             # Outside every forward: a forward of its own, one parameter wide.
             theta = self._theta(self._begin(posterior, None), posterior, original)
             if theta is not original and not theta.is_inference() and not transformed():
-                self._thread.now.bare = lost.BareRead.of(posterior, theta)
+                self.now.bare = lost.BareRead.of(posterior, theta)
             return theta
         return self._theta(frame, posterior, original)
 
@@ -334,7 +297,7 @@ class Scope:
                 return self._point(frame, posterior, original)
             return posterior.mean_theta(original) if posterior.layout is None else mean_of(posterior, original)
         if torch.compiler.is_compiling():
-            return draw.theta(posterior, original)[0]  # kept nowhere: the compiler sees that two reads are the same
+            return frame.traced.theta(draw, posterior, original, trains=trains)
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
             check_whole(posterior, original)
@@ -343,7 +306,7 @@ class Scope:
             if frame.remaking is not None and theta is not original:
                 frame.remaking.add(posterior, draw.seed, theta)
             if handle is not None and not frame.recomputes and self.trains(posterior):
-                self._thread.now.handles[posterior] = handle
+                self.now.handles[posterior] = handle
         return theta
 
     def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
@@ -357,25 +320,30 @@ class Scope:
             theta, handle = Sampled.apply(posterior, 0, original, original)
             frame.thetas[posterior] = theta
             if not frame.recomputes:
-                self._thread.now.handles[posterior] = handle
+                self.now.handles[posterior] = handle
         return theta
 
     def look_for_lost_writes(self) -> None:
         """Warn, once, where a weight that was read outside of a forward has been written to since."""
-        bare, self._thread.now.bare = self._thread.now.bare, None
+        bare, self.now.bare = self.now.bare, None
         lost.look_for_written(self, bare)
 
     # -- the penalty's watch -----------------------------------------------------------------------------------
 
     def take_handle(self, posterior: Posterior) -> Tensor | None:
         """Return the energy handle of the last training forward, once, if the posterior is as it was then."""
-        handle = self._thread.now.handles.pop(posterior, None)
+        handle = self.now.handles.pop(posterior, None)
         if handle is None or handle.grad_fn is None:
             return None
         node: Any = handle.grad_fn
         own = (posterior.original, *posterior.learnable())
         same = all(a is b for a, b in zip(node.tensors, own, strict=True))
         return handle if same and [t._version for t in node.tensors] == node.versions else None
+
+    def take_traced_handle(self, posterior: Posterior) -> Tensor | None:
+        """Return the energy handle of the last training forward in compiled code, once, if it is in the same graph."""
+        traced = self.now.traced
+        return traced.handles.pop(posterior.name, None) if traced.is_here() else None
 
     def warn_in_eval(self) -> None:
         """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""

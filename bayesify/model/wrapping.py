@@ -17,8 +17,8 @@ from bayesify.model import caches, lost, steps, surface
 from bayesify.model.draws import MEAN, Draw, Mode, one_draw
 from bayesify.model.hooks import put_hooks
 from bayesify.model.method import Method, resolve
-from bayesify.model.mixture import Mixture
-from bayesify.model.modes import override
+from bayesify.model.mixture import Mixture, mixture_in
+from bayesify.model.modes import TracedBlock, override
 from bayesify.model.posteriors import Posterior
 from bayesify.model.reuse import reusing
 from bayesify.model.scopes import Scope, Site
@@ -332,7 +332,10 @@ def mean(model: nn.Module) -> AbstractContextManager[None]:
         ...     bool((model(x) == model(x)).all())
         True
     """
-    return override(scopes_of(model), MEAN)
+    scopes = scopes_of(model)
+    if torch.compiler.is_compiling() and mixture_in(model) is None:
+        return TracedBlock(scopes, mean=True)
+    return override(scopes, MEAN)
 
 
 def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[None]:
@@ -351,6 +354,8 @@ def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[
         True
     """
     scopes = scopes_of(model)
+    if torch.compiler.is_compiling() and mixture_in(model) is None:
+        return TracedBlock(scopes, seed=seed)
     return override(scopes, one_draw(draw_seeds(1, seed)[0]))
 
 
