@@ -151,6 +151,18 @@ def test_vanilla_and_training_without_a_penalty_have_none():
         assert all(q.gain == 0 for _, q in named_posteriors(model))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_leaves_no_trace(value):
+    model = moved(bayesify(net(), "la"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen(model, optimizer)
+    before = [(q.gain, q.most_gain) for _, q in named_posteriors(model)]
+    (F.cross_entropy(model(X), Y) + penalty(model, 40)).backward()
+    next(q.original for _, q in named_posteriors(model)).grad[0] = value
+    optimizer.step()
+    assert [(q.gain, q.most_gain) for _, q in named_posteriors(model)] == before
+
+
 def test_parameters_of_another_optimizer_are_left_alone():
     model = moved(bayesify(net(), "la"))
     body = torch.optim.SGD(model[0].parameters(), lr=0.0)

@@ -13,6 +13,7 @@ It acts at the step of an optimizer, on gradients that are accumulated, unscaled
 penalty, which has a closed form, is without it.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ def pull(scope: "Scope", optimizer: Optimizer) -> None:
     if ready[0].layout is not None:
         sums = ready[0].layout.summed(sums)
     now, distance = (float(v) for v in sums.cpu())
+    if not math.isfinite(now + distance):
+        return  # what such a step does to the model is the optimizer's affair; the run's numbers stay what they were
     gain = ready[0].gain + MEMORY * (now - ready[0].gain)
     most = max(ready[0].most_gain, gain)
     nearest = NEAREST * sum(p.original.numel() for p in ready)
