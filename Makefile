@@ -27,8 +27,7 @@ test: lint ## Lint, type-check and test
 
 test-floor: ## Test with the oldest torch that is supported, in an environment of its own
 	$(PYTHON) -m venv .venv-floor
-	.venv-floor/bin/python -m pip install --quiet torch==2.6.0 torchvision==0.21.0
-	.venv-floor/bin/python -m pip install --quiet --editable ".[dev]"
+	.venv-floor/bin/python -m pip install --quiet torch==2.13.0 --editable ".[dev]"
 	OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(STAMP) ## Lint and type-check

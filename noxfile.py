@@ -11,7 +11,7 @@ import nox
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "uv|venv"
 FOLDERS = ("bayesify", "integrations", "examples", "tests")
-FLOOR = ("torch==2.6.0", "torchvision==0.21.0")
+FLOOR = "torch==2.13.0"
 TYPED = """
 from bayesify import bayesify
 from bayesify.integrations.vision import create_bayesian
@@ -46,7 +46,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def floor(session: nox.Session) -> None:
     """Test with the oldest torch that is supported."""
-    installed(session, *FLOOR)
+    installed(session, FLOOR)
     session.run("pytest", *(session.posargs or ("--numprocesses", "auto", "--dist", "loadfile")), env=one_thread())
 
 
