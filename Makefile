@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-floor lint format bench bench-full bench-against bench-peers evidence reproduce zoo exactness mutants docs clean
+.PHONY: help install demo test test-floor lint format bench bench-full bench-against bench-mixtures bench-peers evidence reproduce zoo exactness mutants docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
 
 bench-against: $(STAMP) ## Set another checkout beside this one, in one run: OTHER=../landed (minutes; ARGS=--long)
 	$(BIN)/python -m tests.benchmarks.against $(OTHER) $(ARGS)
+
+bench-mixtures: $(STAMP) ## Measure what mixtures cost over one plain model (two minutes)
+	$(BIN)/python -m tests.benchmarks.mixtures
 
 bench-peers: ## Set other libraries beside it, in an environment of their own
 	$(PYTHON) tests/benchmarks/peers.py

@@ -50,6 +50,15 @@ def test_benchmarks(monkeypatch):
     assert readme in (pages.with_table(readme, results), pages.with_table(readme, results, {}))
 
 
+def test_the_costs_of_mixtures(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from tests.benchmarks import mixtures
+
+    results = json.loads(committed("docs/results/mixtures.json"))
+    assert set(results["rows"]) == {f"{w.name} | {row}" for w in mixtures.WORKS for row in mixtures.rows_of(w)}
+    assert mixtures.table(results) in committed("docs/mixtures.md")
+
+
 def test_the_zoo():
     from zoo import __main__ as sweep
 

@@ -40,7 +40,7 @@ def write(rows):
     old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
     results = {
         "date": date.today().isoformat(),
-        "machine": f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "machine": f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "rows": {**old["rows"], **rows},
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def write(rows):
     README.write_text(with_table(README.read_text(), results))
 
 
-def _processor():
+def processor():
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return names[0] if names else platform.processor()
