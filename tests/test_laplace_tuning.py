@@ -178,26 +178,31 @@ def test_an_untuned_spread_is_the_largest_whose_samples_cost_no_more_than_the_to
     (power,) = {round(math.log10(q.fitted_sig / q.prior_sig), 6) for _, q in named_posteriors(model)}
     tempered = {"Ninflate": model._bayesify_scope.method.inflation(len(x))}
     costs = []
-    for wider in (0, 0.25):  # the next scale that is tried; priors that are given as numbers are used as they are
+    for wider in (0, 0.25, 2):  # 0.25 is the next that is tried; priors that are given as numbers are used as they are
         sigs = {name: q.prior_sig * 10 ** (power + wider) for name, q in named_posteriors(model)}
         given = fit_laplace(bayesify(copy.deepcopy(plain), "la", prior_sig=sigs, **tempered), batches(x, y))
         assert all(q.fitted_sig == q.prior_sig for _, q in named_posteriors(given))
         costs.append(cost_of_samples(given, x))
     assert power < 0
     assert costs[0] == pytest.approx(cost_of_samples(model, x))
-    assert costs[0] <= TOLERANCE < costs[1]
+    assert costs[0] <= TOLERANCE < costs[1] < costs[2]
 
 
 def test_an_untuned_spread_is_left_alone_where_it_is_exact_or_no_classifiers():
     plain, x, y = overfitted()
     for include, data, options in (
         ("2.*", batches(x, y), {}),
-        (None, batches(x, F.one_hot(y, 3).double()), {"likelihood": "regression"}),
+        (
+            None,
+            batches(x, F.one_hot(y, 3).double()),
+            {"likelihood": likelihoods.Regression(1e9)},
+        ),  # noise that hides all
     ):
         model = fit_laplace(bayesify(copy.deepcopy(plain), "la"), data, include=include, **options)
         ready = [q for _, q in named_posteriors(model) if q.std.any()]
         assert ready
         assert all(q.fitted_sig == q.prior_sig for q in ready)
+    assert cost_of_samples(model, x) > TOLERANCE  # of what are taken for logits here
 
 
 def test_an_untuned_spread_takes_batches_of_any_length():

@@ -106,12 +106,7 @@ MUTANTS = [
         ),
         ("an untuned spread is not bounded", "cost(p) <= TOLERANCE)", "True)", "untuned"),
         ("the least spread that does no harm", "in reversed(_grid(BOUND_RANGE", "in (_grid(BOUND_RANGE", "untuned"),
-        (
-            "a divergence the other way",
-            "(log_p.exp() * (log_p - log_probs(samples)))",
-            "(log_probs(samples).exp() * (log_probs(samples) - log_p))",
-            "untuned",
-        ),
+        ("the cost of all inputs together", "float(value.sum()), len(value))", "float(value.sum()), 1)", "untuned"),
         (
             "other outputs are taken for logits",
             "not data or not isinstance(likelihood, Classification)",
