@@ -9,6 +9,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from bayesify import IVON, bayesify, load, named_posteriors, param_groups, penalty, predict, save
+from bayesify.engine import fusion
 from bayesify.methods.ivon.optimizer import WARM
 from bayesify.methods.natural import MEMORY
 
@@ -96,7 +97,10 @@ def test_one_theta_serves_a_whole_step():
         torch.testing.assert_close(a.mean, b.mean)
 
 
-def test_the_penalty_is_the_kl_without_a_gradient():
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_penalty_is_the_kl_without_a_gradient(fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
     model = bayesify(net(), "ivon", prior_sig=0.3, init_sig=0.02)
     exact = sum(
         kl_divergence(Normal(q.mean, q.std), Normal(q.prior_mean, 0.3)).sum() for _, q in named_posteriors(model)
@@ -125,7 +129,10 @@ def test_the_defaults_find_a_curvature_and_train():
     assert all(q.h.min() >= 0 for _, q in named_posteriors(model))
 
 
-def test_without_b2_the_curvature_is_its_formula_and_the_mean_moves_as_by_sgd():
+@pytest.mark.parametrize("fused", [True, False])
+def test_without_b2_the_curvature_is_its_formula_and_the_mean_moves_as_by_sgd(fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
     model = bayesify(net(), "ivon", prior_sig=0.3, init_sig=0.05)
     optimizer = IVON(model, 0.1, num_data=40)
     cost = power = 0.0

@@ -5,15 +5,18 @@ follows from it: no parameter for the spread, no second gradient, no array of no
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bayesify.engine import elements, fusion
 from bayesify.model.method import Tempered
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
-from bayesify.model.quadratics import wide
+from bayesify.model.quadratics import by_center, wide
 from bayesify.model.scales import START
 
 
@@ -102,6 +105,16 @@ class IVONPosterior(Posterior):
         """Return m + s eps; its gradient passes to the mean as it is."""
         return torch.addcmul(mean.to(noise.dtype), noise, self.spread().to(noise.dtype)).to(mean.dtype)
 
+    def draw(self, mean: Tensor, seed: int) -> Tensor:
+        """Compute `theta`."""
+        if self.h is None or self.strength is None or not fusion.fused(mean, self.h):
+            return super().draw(mean, seed)
+        theta = torch.empty_like(mean, requires_grad=False)
+        fusion.run(_draw, self.stream(seed), (mean, self.h), (theta,), (self.strength, self.delta))
+        if self.fixed_row is not None:
+            theta[self.fixed_row] = mean[self.fixed_row]
+        return theta
+
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)), a value without a gradient: the optimizer's step has the prior.
 
@@ -112,13 +125,27 @@ class IVONPosterior(Posterior):
                 f"the optimizer IVON counts {self.strength * scale:.6g} times the data that penalty does; give both "
                 "the same num_data, the size of the training set"
             )
-        mean, s = mean.detach(), self.spread()
+        mean = mean.detach()
+        if self.fixed_row is None and self.h is not None and fusion.fused(mean, self.h, *self.center.tensors):
+            return mean.new_tensor(scale * self._fused_energy(mean), dtype=torch.float64)
+        s = self.spread()
         away = (mean - self.prior_center).to(wide(s)).square().sum()
         if self.fixed_row is not None:
             keep = torch.arange(len(s), device=s.device) != self.fixed_row
             s = s[keep]
         s = s.to(wide(s)) / self.prior_sig
         return scale * ((s.square() - 1).sum() / 2 - s.log().sum() + away / (2 * self.prior_sig**2))
+
+    def _fused_energy(self, mean: Tensor) -> float:
+        """Return the KL by one pass over |m - theta0|^2, 1/(h + delta) = lambda s^2 and log(h + delta)."""
+        assert self.h is not None
+        assert self.strength is not None
+        center, precision = self.center, 1 / self.prior_sig**2
+        ins, par = (mean, self.h, *center.tensors), (self.delta, *center.numbers)
+        away, variances, logs = fusion.total(TERMS[center.given], ins, par)
+        log_s = -(logs + mean.numel() * math.log(self.strength)) / 2
+        squares = precision * (variances / self.strength + away)
+        return (squares - mean.numel()) / 2 + mean.numel() * math.log(self.prior_sig) - log_s
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient at theta, as it is."""
@@ -134,3 +161,21 @@ class IVONPosterior(Posterior):
         """Take over the tensors of `state()`; a curvature that it lacks is forgotten."""
         self.h = None
         super().load_state(state)
+
+
+def _draw(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
+    """Theta = m + eps/sqrt(lambda (h + delta)), of one element."""
+    outs[0][i] = ins[0][i] + eps / np.sqrt(par[0] * (ins[1][i] + par[1]))
+
+
+def _terms(center: Callable[..., Any]) -> Callable[..., Any]:
+    """Return |m - theta0|^2, 1/(h + delta) and log(h + delta) of one element; par begins with delta."""
+
+    def terms(i: Any, ins: Any, par: Any) -> Any:
+        away, all_h = ins[0][i] - center(i, ins, par), ins[1][i] + par[0]
+        return away * away, elements.ONE / all_h, elements.log(all_h)
+
+    return terms
+
+
+TERMS = by_center(_terms)

@@ -7,11 +7,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from bayesify.engine import elements, fusion
 from bayesify.engine import noise as noises
 from bayesify.methods.ivon.method import IVONPosterior
 from bayesify.methods.natural import MEMORY
 from bayesify.model.draws import Draw
-from bayesify.model.quadratics import wide
+from bayesify.model.quadratics import by_center, wide
 from bayesify.model.scopes import Scope
 from bayesify.model.seeds import shared_seed
 from bayesify.model.shards import on_shard, part, part_of
@@ -140,10 +141,8 @@ class IVON(torch.optim.Optimizer):
         for posterior, scope in ((part_of(p), scope) for p, scope in self._own):
             grad = posterior.original.grad
             if grad is not None:
-                s, eps = posterior.spread(), posterior.noise_of(_seed(scope))
-                each = grad.to(s.dtype) * s
-                cost += float((each * eps).sum(dtype=wide(s)))
-                power += float(each.square().sum(dtype=wide(s)))
+                sums = _observed(posterior, grad, _seed(scope))
+                cost, power = cost + sums[0], power + sums[1]
         cost, power = _over_shards(self._own[0][0], cost, power)
         run["cost"] += MEMORY * (cost - run["cost"])
         run["power"] += MEMORY * (power - run["power"])
@@ -158,8 +157,13 @@ class IVON(torch.optim.Optimizer):
                 total, count = _over_shards(posterior, float(part(posterior.h).sum()), part(posterior.h).numel())
                 state["start"] = total / count
         posterior = None if posterior is None else part_of(posterior)
-        param, grad = part(param), part(whole_grad)
-        average = part(state["average"]).lerp_(grad, 1 - group["beta"])
+        param, grad, average = part(param), part(whole_grad), part(state["average"])
+        if self.second is None and self.clip is None and posterior is not None:
+            follows = MEMORY if run["step"] > WARM else 0.0
+            numbers = (1 - group["beta"], group["lr"], 1 - group["beta"] ** run["step"], follows, _scale(run))
+            if _fused_move(posterior, param, grad, average, numbers):
+                return
+        average.lerp_(grad, 1 - group["beta"])
         direction = average / (1 - group["beta"] ** run["step"])
         if posterior is not None:
             delta, h = posterior.delta, posterior.h
@@ -185,10 +189,63 @@ class IVON(torch.optim.Optimizer):
         h.lerp_(found, rate).add_(away, alpha=rate**2)
 
 
+def _observed(posterior: IVONPosterior, grad: Tensor, seed: int) -> tuple[float, float]:
+    """Return sum g^ eps s and sum (g^ s)^2 of one posterior; from its theta, by compiled loops, where that can be."""
+    mean, h, grad = posterior.original.detach(), posterior.h, grad.contiguous()
+    if h is not None and posterior.strength is not None and fusion.fused(mean, h, grad):
+        theta = posterior.draw(mean, seed)
+        cost, power, _ = fusion.total(_observe_element, (grad, theta, mean, h), (posterior.delta,))
+        return cost, power / posterior.strength
+    s = posterior.spread()
+    each = grad.to(s.dtype) * s
+    cost = float((each * posterior.noise_of(seed)).sum(dtype=wide(s)))
+    return cost, float(each.square().sum(dtype=wide(s)))
+
+
+def _observe_element(i: Any, ins: Any, par: Any) -> Any:
+    """Return g (theta - m) and g^2/(h + delta) of one element."""
+    g = ins[0][i]
+    return g * (ins[1][i] - ins[2][i]), g * g / (ins[3][i] + par[0]), elements.ZERO
+
+
+def _scale(run: dict[str, Any]) -> float:
+    """Return r."""
+    return max(run["cost"], 0.0) / run["power"] if run["power"] > 0 else 0.0
+
+
 def _follow(h: Tensor, grad: Tensor, run: dict[str, Any]) -> None:
     """Move the curvature by r g^2, in place."""
-    scale = max(run["cost"], 0.0) / run["power"] if run["power"] > 0 else 0.0
-    h.lerp_(grad.to(h.dtype).square().mul_(scale), MEMORY)
+    h.lerp_(grad.to(h.dtype).square().mul_(_scale(run)), MEMORY)
+
+
+def _fused_move(
+    posterior: IVONPosterior, param: Tensor, grad: Tensor, average: Tensor, numbers: tuple[float, ...]
+) -> bool:
+    """Move average, curvature and parameter in one pass, where that can be done."""
+    center, grad, h = posterior.center, grad.contiguous(), posterior.h
+    assert h is not None
+    if not fusion.fused(param, grad, average, h, *center.tensors):
+        return False
+    par = (*numbers, posterior.delta, *center.numbers)
+    fusion.run_plain(MOVES[center.given], (grad, *center.tensors), (average, h, param), par)
+    torch.autograd.graph.increment_version(param)
+    return True
+
+
+def _move_element(center: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one element's step; par is (1-b1, lr, 1-b1^t, the curvature's rate, r, delta)."""
+
+    def move(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
+        g, m = ins[0][i], outs[2][i]
+        average = outs[0][i] + par[0] * (g - outs[0][i])
+        outs[0][i] = average
+        outs[1][i] += par[3] * (par[4] * (g * g) - outs[1][i])
+        outs[2][i] = m - par[1] * (average / par[2] + par[5] * (m - center(i, ins, par)))
+
+    return move
+
+
+MOVES = by_center(_move_element)
 
 
 def _posteriors(model: nn.Module) -> Iterator[tuple[IVONPosterior, Scope]]:

@@ -362,13 +362,8 @@ MUTANTS = [
             "div_(4 * (h + posterior.delta))",
             "step_is",
         ),
-        ("the profile without its scale", "square().mul_(scale)", "square()", "without_b2"),
-        (
-            "the power is that of the gradients",
-            "power += float(each.square()",
-            "power += float(grad.square()",
-            "without_b2",
-        ),
+        ("the profile without its scale", "par[3] * (par[4] * (g * g)", "par[3] * ((g * g)", "without_b2"),
+        ("the power is that of the gradients", "g * g / (ins[3][i] + par[0])", "g * g", "without_b2"),
         ("no warm-up", 'min(1.0, run["step"] / WARM) if self.second is None else 1.0', "1.0", "without_b2"),
     ),
 ]
