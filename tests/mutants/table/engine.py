@@ -20,8 +20,8 @@ MUTANTS = [
         "test_blocks.py",
         (
             "models of one name share their noise",
-            "Draw(noises.mix(self.seed, i)",
-            "Draw(self.seed",
+            "else noises.mix(self.seed, i)",
+            "else self.seed",
             "noise_of_their_own",
         ),
     ),
