@@ -80,12 +80,9 @@ def trained(kind: str, folder: str) -> dict:
     if ranks.world() > 1:
         shard(model)
     torch.manual_seed(7 + ranks.rank())
-    if kind == "la":  # the curvature needs whole gradients: a fit comes before sharding
-        train_map(model)
-    else:
-        train(model, kind)
+    train(model, kind)
     found = {"posterior": posterior_of(model), "penalty": whole(penalty(model, NUM_DATA))}
-    if kind not in ("la", "vanilla"):
+    if kind != "vanilla":
         found["predictions"] = predict(model, data(100)[0], samples=2, seed=3).logits
         with sample(model, seed=3), torch.no_grad():
             found["thetas"] = {name: whole(p(p.original)) for name, p in named_posteriors(model)}
@@ -115,6 +112,40 @@ def fitted() -> dict:
     found = {"predictions": predict(model, data(100)[0], samples=2, seed=3).logits, "posterior": posterior_of(model)}
     calibrate(model, [share(*data(n)) for n in range(2)], progress=False)
     return found | {"factor": next(p.calibration for _, p in named_posteriors(model))}
+
+
+FITS = {
+    "diagonal, relative": ({}, {}),
+    "ggn": ({"prior_sig": 0.5}, {"curvature": "ggn", "tune": "marglik"}),
+    "kron": ({"prior_sig": 0.5}, {"structure": "kron", "tune": "marglik"}),
+    "last layer": ({"prior_sig": 0.5}, {"structure": "kron", "include": "out*", "tune": "self"}),
+    "last layer, diagonal": ({"prior_sig": 0.5}, {"include": "out*", "tune": "self"}),
+}
+
+
+def fits() -> dict:
+    """Laplace posteriors of a sharded model; the evidence needs no forwards, and with it parts may be uneven."""
+    found = {}
+    for name, (options, how) in FITS.items():
+        torch.manual_seed(0)
+        model = bayesify(ranks.Net(), "la", **options)
+        batches = [data(n) for n in range(5 if how.get("tune") == "marglik" else 4)]
+        if ranks.world() > 1:
+            shard(model)
+            batches = batches[ranks.rank() :: RANKS]
+        torch.manual_seed(5)
+        fit_laplace(model, batches, **how)
+        state = {n: whole(t) for q_name, q in named_posteriors(model) for n, t in q.state().items() if "deviation" in n}
+        found[name] = {
+            "posterior": posterior_of(model),
+            "state": state,
+            "scale": [q.fitted_sig for _, q in named_posteriors(model)],
+            "predictions": predict(model, data(100)[0], seed=3).logits,
+        }
+        loss = F.cross_entropy(model.train()(share(*data(0))[0]), share(*data(0))[1])  # training goes on
+        loss.backward()
+        found[name]["gradients"] = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+    return found
 
 
 def own_draws() -> dict:
@@ -166,8 +197,10 @@ def low_precision(kind: str) -> dict:
     if ranks.world() > 1:
         shard(model, mp_policy=policy)
     torch.manual_seed(7 + ranks.rank())
-    train_ = train_map if kind == "la" else lambda model: train(model, kind)
-    train_(model)
+    if kind == "la":
+        train_map(model)
+    else:
+        train(model, kind)
     dtypes = {str(t.dtype) for _, p in named_posteriors(model) for t in (p.original, *p.state().values()) if t.dim()}
     return {"dtypes": dtypes, "posterior": posterior_of(model)}
 
@@ -191,7 +224,6 @@ def errors() -> dict:
     fully_shard(columns, mesh=init_device_mesh("cpu", (RANKS,)), shard_placement_fn=lambda p: Shard(p.dim() - 1))
     return {
         "unbayesify": told(lambda: unbayesify(model)),
-        "fit_laplace": told(lambda: fit_laplace(model, [data(0)])),
         "bayesify": told(lambda: bayesify(plain, "vi")),
         "columns": told(lambda: columns(torch.ones(2, 4))),
         "bare read": told(lambda: shard(build("vi")).train().inp.weight),
@@ -236,7 +268,7 @@ def on_every_rank(folder: str) -> None:
     dist.init_process_group("gloo")
     found = {kind: trained(kind, folder) for kind in METHODS}
     found |= {f"held {kind}": held(kind) for kind in METHODS}
-    found |= {"fitted": fitted(), "own": own_draws(), "errors": errors()}
+    found |= {"fitted": fitted(), "fits": fits(), "own": own_draws(), "errors": errors()}
     found |= {f"resumed {kind}": resumed(kind, folder) for kind in ("vi", "sgld", "swag", "ivon")}
     found |= {f"bfloat16 {kind}": low_precision(kind) for kind in METHODS}
     found["kept"] = {(m, r): thetas_in_graph(m, remade=r) for m in ("vi", "mc_dropout") for r in (True, False)}
@@ -274,6 +306,12 @@ def test_a_fit_that_is_sharded_predicts_the_same(found: list[dict], alone):
         assert_close(rank["fitted"], wanted)
 
 
+@pytest.mark.parametrize("how", FITS)
+def test_a_sharded_model_is_fitted_as_a_whole_one(found: list[dict], alone, how: str):
+    for rank in found:
+        close(rank["fits"][how], alone(fits)[how], tolerance=1e-5)
+
+
 def test_training_draws_differ_by_rank(found: list[dict]):
     assert not torch.equal(found[0]["own"]["outputs"], found[1]["own"]["outputs"])
 
@@ -305,7 +343,6 @@ def test_a_graph_keeps_seeds_and_no_thetas(found: list[dict], method: str):
     ("what", "message"),
     [
         ("unbayesify", "unbayesify it before fully_shard, or save"),
-        ("fit_laplace", "call fit_laplace before fully_shard"),
         ("bayesify", "call bayesify first, then fully_shard"),
         ("columns", "leave out fully_shard's shard_placement_fn"),
         ("bare read", "is sharded now"),

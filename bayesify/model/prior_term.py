@@ -60,8 +60,7 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
                 if layout is None:
                     total = total + energy
                 else:
-                    key = layout._replace(shape=torch.Size(), first=0, rows=0)
-                    sharded[key] = sharded.get(key, torch.zeros_like(total)) + energy
+                    sharded[layout.group] = sharded.get(layout.group, torch.zeros_like(total)) + energy
                 terms.append(Term(posterior, scale, handle is not None))
                 tensors.append(_tensors(posterior) if handle is None else (handle,))
     for layout, sums in sharded.items():

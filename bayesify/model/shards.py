@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from bayesify.model.posteriors import Posterior
 
 P = TypeVar("P", bound="Posterior")
+WHOLE = {"post_forward_mesh_info": None, "reduce_grads": False, "reshard_after_backward": False}
+"""The settings of FSDP2 with which parameters that are whole stay so; they cannot be read by public names."""
 NOTHING: Mapping[tuple[int, str], Tensor] = {}
 
 
@@ -104,6 +106,16 @@ class Layout(NamedTuple):
         """How many elements come before this process's."""
         return self.first * self.shape[1:].numel()
 
+    @property
+    def size(self) -> int:
+        """How many processes share the rows."""
+        return int(self.mesh.size(self.axis))
+
+    @property
+    def group(self) -> "Layout":
+        """What all parameters have in common whose rows the same processes share."""
+        return self._replace(shape=torch.Size(), first=0, rows=0)
+
     def row(self, row: int | None) -> int | None:
         """Return where a row is in this process's part; None where it is not."""
         return None if row is None or not self.first <= row < self.first + self.rows else row - self.first
@@ -113,6 +125,10 @@ class Layout(NamedTuple):
         above = tensor.dim() - len(self.shape)
         own = tensor.to(self.mesh.device_type).narrow(above, self.first, self.rows)
         return self.joined(own.clone(memory_format=torch.contiguous_format))
+
+    def own(self, tensor: Tensor, factor: float = 1.0) -> Tensor:
+        """Return this process's rows of a whole tensor, in memory of their own, times a factor."""
+        return tensor.narrow(0, self.first, self.rows) * factor
 
     def joined(self, local: Tensor) -> Tensor:
         """Make a sharded tensor of everybody's parts."""
@@ -161,12 +177,39 @@ def follow_at_work(root: nn.Module, posteriors: list["Posterior"]) -> bool:
     known: dict[tuple[int, str], Tensor] = {}
     for module in at_work:
         # What FSDP2 keeps is not public: without it the state is cut after the first step.
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # one at most in older versions, under another name
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            for held in group.fsdp_params if group is not None else ():
+        for group in _groups(module):
+            for held in group.fsdp_params:
                 known[id(held._module_info.module), held._module_info.param_name] = held.sharded_param
     return bool(at_work) and follow(posteriors, known)
+
+
+def _groups(module: Any) -> list[Any]:
+    """Return what FSDP2 gathers and cuts together for a module."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one at most in older versions, under another name
+    found = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+@contextmanager
+def gathered_whole(model: nn.Module) -> Iterator[None]:
+    """Have all parameters whole: no forward and no backward pass inside gathers, cuts or reduces anything.
+
+    So processes may do different numbers of them.
+    """
+    at_work: list[Any] = [module for module in model.modules() if shards_itself(module)]
+    groups = [group for module in at_work for group in _groups(module)]
+    before = [{name: getattr(group, name) for name in WHOLE} for group in groups]
+    for group in groups:
+        vars(group).update(WHOLE)
+    try:
+        for module in at_work:
+            module.unshard()
+        yield
+    finally:
+        for group, kept in zip(groups, before, strict=True):
+            vars(group).update(kept)
+        rest(model)
 
 
 def rest(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
+from bayesify.model.shards import whole
 from bayesify.prediction.gaussian import GaussianLogits
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ class LastLayer(NamedTuple):
         """
         kron = self.weight.kron
         if kron is None:
-            spread = self.weight.std
+            spread = whole(self.weight.std)
             x = features.to(spread.dtype)
             q = x.square() @ spread.square().T
-            return GaussianLogits(mean.to(q), q if self.bias is None else q + self.bias.std.square(), None)
+            return GaussianLogits(mean.to(q), q if self.bias is None else q + whole(self.bias.std).square(), None)
         x = features.to(kron.left_values.dtype)
         z = x if kron.right is None else x @ kron.right
         own = None if self.bias is None else self.bias.kron

@@ -10,7 +10,9 @@ from torch import nn
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.passes import Pass
 from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPLES, Fitted, choose
+from bayesify.model import ranks
 from bayesify.model.selection import Candidate, Patterns, select
+from bayesify.model.shards import gathered_whole, part_of
 from bayesify.model.wrapping import check_num_data, plain_name, scopes_of
 from bayesify.prediction.likelihoods import Classification, Likelihood, Loss, Regression, likelihood_of
 
@@ -67,7 +69,7 @@ def fit_laplace(
         The same model.
 
     Raises:
-        ValueError: The model is of another method or sharded, the loader is empty, labels do not fit, the loss is not
+        ValueError: The model is of another method, the loader is empty, labels do not fit, the loss is not
             finite, or an argument is out of range. The posterior is as it was before.
 
     Example:
@@ -81,15 +83,18 @@ def fit_laplace(
     methods = _methods(model)
     chosen = _selected(model, include)
     given = copy.copy(likelihood_of(likelihood, loss))
-    _check_arguments(curvature, structure, num_data, tune, chosen)
+    _check_arguments(curvature, structure, num_data, tune)
     first: list[Any] = []
     if loader is None:
         fitted, found = _kept(methods), given or _likelihood_of_fit(model)
     else:
         kron = structure == "kron"
-        run = Pass(model, chosen, given, ggn=kron or curvature == "ggn", kron=kron)
         looked = BOUND_EXAMPLES if tune is None else SELF_EXAMPLES if tune == "self" else 0
-        first = run.over(loader, looked, progress=progress)
+        with gathered_whole(model):
+            run = Pass(model, chosen, given, ggn=kron or curvature == "ggn", kron=kron)
+            first = run.over(loader, looked, progress=progress)
+        if any(scope.sharded for scope in scopes_of(model)):
+            first = first[: min(ranks.gathered(len(first)))]  # their forwards wait for each other
         fitted, found = run.fitted(methods, num_data)
     _store(model, fitted, tune, found, first, progress=progress)
     noise_var = found.noise_var if isinstance(found, Regression) else None
@@ -105,9 +110,7 @@ def _likelihood_of_fit(model: nn.Module) -> Likelihood:
     return Classification() if noise_var is None else Regression(noise_var)
 
 
-def _check_arguments(
-    curvature: str, structure: str, num_data: float | None, tune: Any, chosen: dict[str, LaplacePosterior]
-) -> None:
+def _check_arguments(curvature: str, structure: str, num_data: float | None, tune: Any) -> None:
     for name, value, known in (("curvature", curvature, CURVATURES), ("structure", structure, STRUCTURES)):
         if value not in known:
             raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
@@ -115,12 +118,6 @@ def _check_arguments(
         check_num_data(num_data)
     if isinstance(tune, bool) or (isinstance(tune, str) and tune not in CHOICES):
         raise ValueError(f"tune must be one of {list(CHOICES)}, validation batches or None, got {tune!r}")
-    for name, posterior in chosen.items():
-        if posterior.layout is not None:
-            raise ValueError(
-                f"{name!r} is sharded over devices, where its curvature cannot be read; call fit_laplace before "
-                "fully_shard, or save the trained model and fit it in one process (or under DDP)"
-            )
 
 
 def _kept(methods: "dict[LaplacePosterior, Laplace]") -> list[Fitted]:
@@ -185,7 +182,7 @@ def _store(
 
 def _warn_of_loose(posteriors: list[LaplacePosterior]) -> None:
     """Warn where a flat prior meets so little curvature that samples lie far outside of any prior."""
-    flat = [p for p in posteriors if p.flat and p.deviation is not None]
+    flat = [part_of(p) for p in posteriors if p.flat and p.deviation is not None]
     loose = sum(int((p.std > LOOSE * p.prior_sig).sum()) for p in flat)
     if loose:
         warnings.warn(

@@ -94,7 +94,7 @@ class Pass:
             h: Tensor | Kron | None = krons.pop(name, None)
             joined = weights.get(name) if h is not None else None
             if h is None and (total := self.squares.totals.pop(name, None)) is not None:
-                h = total.mul_(scales[name])
+                h = total.mul_(scales[name]) if posterior.layout is None else posterior.layout.own(total, scales[name])
             out.append(Fitted(posterior, h, joined))
         return out, self.likelihood
 

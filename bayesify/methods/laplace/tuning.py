@@ -20,6 +20,7 @@ from bayesify.model import ranks
 from bayesify.model.evaluating import evaluation
 from bayesify.model.quadratics import deviation, wide
 from bayesify.model.scales import TOLERANCE
+from bayesify.model.shards import Layout, on_shard, part_of
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.batches import is_one_batch
 from bayesify.prediction.closed import NotLastError, passed
@@ -48,7 +49,7 @@ class Fitted(NamedTuple):
 
     Attributes:
         posterior: Its posterior.
-        h: The curvature: element by element, or in Kronecker factors.
+        h: The curvature: element by element (of a sharded parameter this process's rows), or in Kronecker factors.
         weight: Of a bias that is one Gaussian with its weight, the weight's posterior, whose prior counts.
     """
 
@@ -63,7 +64,8 @@ class Fitted(NamedTuple):
 
     def spread(self, factor: float) -> None:
         """Give the posterior its variances for the prior's scale times `factor`."""
-        self.posterior.fit(self.h, self.sig * factor, "" if self.weight is None else self.weight.name)
+        with on_shard(self.posterior) as own:
+            own.fit(self.h, self.sig * factor, "" if self.weight is None else self.weight.name)
 
 
 def choose(
@@ -98,17 +100,21 @@ def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
     curvature, of Kronecker factors in their eigenbases, and sigma the prior's scale times `factor`. Flat priors and
     parameters without curvature have no part in it.
     """
-    total = 0.0
+    sums: dict[Layout | None, float] = {}
     for one in fitted:
-        posterior, h = one.posterior, one.h
-        if h is not None and not posterior.flat:
-            sig = one.sig * factor
-            away = deviation(posterior.original.detach(), posterior)
-            total -= float(torch.linalg.vector_norm(away, dtype=wide(away)) / sig) ** 2 / 2
-            if one.weight is None:  # a joined bias is in its weight's eigenvalues
-                h = h.curvature() if isinstance(h, Kron) else h
-                total -= float((h.to(wide(h)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2
-    return total
+        posterior, h, layout = part_of(one.posterior), one.h, one.posterior.layout
+        if h is None or posterior.flat:
+            continue
+        sig = one.sig * factor
+        away = deviation(posterior.original.detach(), posterior)
+        value = -(float(torch.linalg.vector_norm(away, dtype=wide(away)) / sig) ** 2) / 2
+        if one.weight is None:  # a joined bias is in its weight's eigenvalues
+            holders = layout.size if layout is not None and isinstance(h, Kron) else 1  # of the same eigenvalues
+            h = h.curvature() if isinstance(h, Kron) else h
+            value -= float((h.to(wide(h)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2 / holders
+        group = None if layout is None else layout.group
+        sums[group] = sums.get(group, 0.0) + value
+    return sum(v if group is None else float(group.summed(torch.tensor(v))) for group, v in sums.items())
 
 
 def by_evidence(fitted: Sequence[Fitted]) -> float:
