@@ -135,10 +135,8 @@ def fits() -> dict:
             batches = batches[ranks.rank() :: RANKS]
         torch.manual_seed(5)
         fit_laplace(model, batches, **how)
-        state = {n: whole(t) for q_name, q in named_posteriors(model) for n, t in q.state().items() if "deviation" in n}
         found[name] = {
             "posterior": posterior_of(model),
-            "state": state,
             "scale": [q.fitted_sig for _, q in named_posteriors(model)],
             "predictions": predict(model, data(100)[0], seed=3).logits,
         }

@@ -170,7 +170,8 @@ class LaplacePosterior(MomentsPosterior):
     def own_std(self) -> Tensor:
         """sqrt(v); 0 before the fit."""
         if (kron := self.kron) is not None:
-            return kron.variance(self.ridge).sqrt_().view(self.shape)
+            every = kron.variance(self.ridge).sqrt_().flatten()  # also where this is a part of the parameter
+            return every[self.start : self.start + self.shape.numel()].view(self.shape)
         return super().own_std if self.deviation is None else self.deviation
 
     @property
