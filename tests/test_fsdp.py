@@ -307,7 +307,7 @@ def test_a_fit_that_is_sharded_predicts_the_same(found: list[dict], alone):
 @pytest.mark.parametrize("how", FITS)
 def test_a_sharded_model_is_fitted_as_a_whole_one(found: list[dict], alone, how: str):
     for rank in found:
-        close(rank["fits"][how], alone(fits)[how], tolerance=1e-5)
+        assert_close(rank["fits"][how], alone(fits)[how], tolerance=1e-5)
 
 
 def test_training_draws_differ_by_rank(found: list[dict]):
@@ -326,7 +326,8 @@ def test_bfloat16_computes_with_a_posterior_in_float32(found: list[dict], alone,
     assert one["dtypes"] == {"torch.float32"}
     assert all(torch.equal(a, two["posterior"][name]) for name, a in one["posterior"].items())
     for name, value in one["posterior"].items():
-        assert float((value - exact[name]).abs().max()) < 0.05, name
+        if kind != "la" or not name.endswith(".std"):  # steps make no spread by Laplace, a fit does
+            assert float((value - exact[name]).abs().max()) < 0.05, name
     assert any(bool((value != value.bfloat16()).any()) for value in one["posterior"].values())
 
 
