@@ -62,7 +62,8 @@ def choices(tables):
     def each(ways, *args, better=1):
         known = [(way, over(way, *args)) for way in ways if any(way[0] in t.rows for t in tables.values())]
         return ", ".join(
-            f"{WORDS.get(way[0], way[0])} {value:+.3f}" for way, value in sorted(known, key=lambda pair: pair[1])
+            f"{WORDS.get(way[0], way[0])} {value:+.3f}"
+            for way, value in sorted(known, key=lambda pair: better * pair[1])
         )
 
     single = [("la_last_kron", "closed"), *((method, "samples") for method in METHODS)]
