@@ -89,7 +89,7 @@ MUTANTS = [
         "methods/laplace/closed_form.py",
         "test_laplace_last_layer.py",
         ("outputs without the bias's spread", "z + own.right.squeeze(0)", "z", "closed_form"),
-        ("diagonal outputs without the bias's", "q + self.bias.std.square()", "q", "closed_form"),
+        ("diagonal outputs without the bias's", "q + whole(self.bias.std).square()", "q", "closed_form"),
         ("the std for the variance", "@ spread.square().T", "@ spread.T", "closed_form"),
         ("features in the wrong basis", "x if kron.right is None else x @ kron.right", "x", "closed_form"),
     ),
@@ -97,7 +97,7 @@ MUTANTS = [
         "methods/laplace/tuning.py",
         "test_laplace_tuning.py",
         ("the evidence without its determinant", ".log1p_().sum()) / 2", ".log1p_().sum()) * 0", "evidence"),
-        ("the evidence without its half", "/ sig) ** 2 / 2", "/ sig) ** 2", "evidence"),
+        ("the evidence without its half", "/ sig) ** 2) / 2", "/ sig) ** 2)", "evidence"),
         (
             "the arithmetic mean of scales",
             "math.exp(sum(sigs) / len(sigs))",
