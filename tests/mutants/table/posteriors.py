@@ -256,13 +256,13 @@ MUTANTS = [
     ),
     *of(
         "methods/sgld/method.py",
-        "test_fusion.py",
-        ("not Welford", "return 1.0, (n - 1) / n, 1 / n", "return 1.0, 1.0, 1 / n", "moments"),
+        "test_sgld.py",
+        ("not Welford", "return 1.0, (n - 1) / n, 1 / n", "return 1.0, 1.0, 1 / n", "collected"),
         (
             "the average moves by 1/(n-1)",
             "return 1.0, (n - 1) / n, 1 / n",
             "return 1.0, (n - 1) / n, 1 / (n - 1)",
-            "moments",
+            "collected",
         ),
     ),
     *of(
