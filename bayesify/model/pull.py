@@ -44,7 +44,8 @@ def pull(scope: "Scope", optimizer: Optimizer) -> None:
     ready = [p for p in scope.posteriors if not p.flat and p.original.grad is not None and id(p.original) in own]
     if not ready:
         return
-    sums = torch.stack([_observed(part_of(p)) for p in ready]).sum(0)
+    observed = [_observed(part_of(p)) for p in ready]
+    sums = torch.stack([o.to(observed[0]) for o in observed]).sum(0)  # a model may lie on several devices
     if ready[0].layout is not None:
         sums = ready[0].layout.summed(sums)
     now, distance = (float(v) for v in sums.cpu())
