@@ -28,7 +28,7 @@ def train(name: str, batch: str, rounds: str, *methods: str) -> dict[str, float]
     from tests.benchmarks.workloads import Workload, bayesian_step, plain_step
 
     work = Workload(name, int(batch), 1)
-    steps = {"plain": plain_step(work), **{method: bayesian_step(work, method) for method in methods}}
+    steps = {"plain": plain_step(work), **{method: bayesian_step(work, method, prior_sig=0.1) for method in methods}}
     return {what: t.wall for what, t in interleave(steps, int(rounds)).items()}
 
 
@@ -70,7 +70,7 @@ def first() -> dict[str, float]:
     imported, numba = time.perf_counter(), float("numba" in sys.modules)
     from tests.benchmarks.workloads import MLP, bayesian_step
 
-    step = bayesian_step(MLP, "vi")
+    step = bayesian_step(MLP, "vi", prior_sig=0.1)
     begun = time.perf_counter()
     step()
     return {"import": imported - start, "first step": time.perf_counter() - begun, "numba imported": numba}

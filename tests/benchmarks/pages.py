@@ -23,7 +23,10 @@ METHODS = {  # by the evidence's row: what a weight is, and how the method is us
     "vanilla": ("the trained value", "the baseline, and members of `mix`"),
 }
 NAMES = {"la_last_kron": '`"la"`, last layer', "mix5_la_last_kron": "five of them"}
-KINDS = {"la_last_kron": "closed", "mix5_la_last_kron": "closed"}
+QUALITY = {  # a column: what it is minus, and the ways to predict that may be compared with it
+    "NLL": (("plain", "mean"), ("samples",)),
+    "NLL, held-out data": (("plain", "temperature"), ("closed", "tempered samples")),
+}
 
 
 def with_table(readme, results, found=None):
@@ -47,43 +50,51 @@ def methods(results, found):
     """Return the README's table: what each method is, what a training step costs and what it brought."""
     steps = split(results, "training step")
     works = [work for work in COSTS if work in steps]
-    tasks = sorted({task for row in found.values() for task in row})
-    columns = [*(f"step, {COSTS[work]}" for work in works), *([f"NLL, {len(tasks)} tasks"] if tasks else [])]
+    columns = [*(f"step, {COSTS[work]}" for work in works), *found]
     lines = ["| method | a weight is | use | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
     for row, (words, use) in METHODS.items():
         cells = [f"{steps[w][row]['wall']:.2f}" if row in steps[w] else "" for w in works]
-        if tasks:
-            apart = found.get(row, {}).values()
-            cells.append(f"{statistics.mean(apart):+.3f}" if len(apart) == len(tasks) else "")
+        cells += [f"{by_row[row]:+.3f}" if row in by_row else "" for by_row in found.values()]
         lines.append(
             f"| {NAMES.get(row, f'`{row!r}`'.replace(chr(39), chr(34)))} | {words} | {use} | "
             + " | ".join(cells)
             + " |"
         )
     cost = f"A step is over one of plain SGD with momentum, side by side ({results['machine']}; {results['date']})."
-    if not tasks:
+    if not found:
         return "\n".join([*lines, "", cost, ""])
     quality = (
-        f"NLL is that of test data at the defaults minus that of plain training with temperature scaling, the mean of "
-        f"{', '.join(tasks)} ([evidence](docs/evidence.md)): below zero is better."
+        "NLL is that of test data at the defaults minus that of plain training; with held-out data for a temperature "
+        "(or for the last layer's prior), minus that of plain training with a temperature: below zero is better "
+        f"(the mean of {', '.join(sorted(tasks()))}: [evidence](docs/evidence.md))."
     )
     return "\n".join([*lines, "", f"{cost} {quality}", ""])
 
 
-def evidence():
-    """Return by row and task the NLL minus that of plain training with temperature, the mean over the same seeds."""
+def tasks():
+    """Return the evidence's results: {task: {(row, seed): predictions}}."""
     out = {}
-    for folder in sorted(path for path in EVIDENCE.glob("*") if path.is_dir()):
-        scores = {path.stem: json.loads(path.read_text())["predictions"] for path in sorted(folder.glob("*.json"))}
-        plain = {
-            name.rpartition("-")[2]: s["temperature"]["nll"] for name, s in scores.items() if name.startswith("plain-")
-        }
-        for row in METHODS:
-            kind = KINDS.get(row, "samples")
-            seeds = [seed for seed in plain if kind in scores.get(f"{row}-{seed}", {})]
-            if seeds:
-                apart = [scores[f"{row}-{seed}"][kind]["nll"] - plain[seed] for seed in seeds]
-                out.setdefault(row, {})[folder.name] = statistics.mean(apart)
+    for path in sorted(EVIDENCE.glob("*/*.json")):
+        row, _, seed = path.stem.rpartition("-")
+        out.setdefault(path.parent.name, {})[row, seed] = json.loads(path.read_text())["predictions"]
+    return out
+
+
+def evidence():
+    """Return {column: {row: the NLL minus plain training's, the mean of the seeds, and of all tasks}}."""
+    out = {}
+    for column, ((plain, plain_kind), kinds) in QUALITY.items():
+        for row, kind in ((row, kind) for row in METHODS for kind in kinds):
+            apart = [
+                [
+                    scored[kind]["nll"] - found[plain, seed][plain_kind]["nll"]
+                    for (name, seed), scored in found.items()
+                    if name == row and kind in scored
+                ]
+                for found in tasks().values()
+            ]
+            if all(apart):
+                out.setdefault(column, {})[row] = statistics.mean(map(statistics.mean, apart))
     return out
 
 

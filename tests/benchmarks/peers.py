@@ -184,7 +184,7 @@ def groups():
         "VI training step over plain SGD": (
             plain_step,
             {
-                "bayesify": lambda work: bayesian_step(work, "vi"),
+                "bayesify": lambda work: bayesian_step(work, "vi", prior_sig=0.1),
                 "the paper's way, by hand": vi_reference,
                 "bayesian-torch": vi_bayesian_torch,
                 "torchbayesian": vi_torchbayesian,

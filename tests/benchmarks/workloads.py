@@ -12,7 +12,7 @@ from bayesify import SGLD, bayesify, param_groups, penalty
 
 NUM_DATA = 60_000
 CLASSES = 10
-METHODS = ("vi", "mc_dropout", "sgld", "la")
+METHODS = ("vi", "ivon", "mc_dropout", "sgld", "swag", "la")
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,17 @@ def plain_step(work: Workload):
     return step
 
 
-def bayesian_step(work: Workload, method: str):
-    """Return a closure that does one training step of a method."""
-    model, (x, y) = bayesify(work.model(), method, prior_sig=0.1), work.data()
+def bayesian_step(work: Workload, method: str, **options):
+    """Return a closure that does one training step of a method, at its defaults unless options are given."""
+    if method == "swag":
+        options["steps"] = NUM_DATA  # longer than any measurement: no state is collected in it
+    model, (x, y) = bayesify(work.model(), method, **options), work.data()
     if method == "sgld":
         optimizer = SGLD(model, 1e-3, num_data=NUM_DATA, momentum=0.5)
+    elif method == "ivon":
+        from bayesify import IVON  # older checkouts, which this one is set beside, have none
+
+        optimizer = IVON(model, 1e-3, num_data=NUM_DATA)
     else:
         optimizer = torch.optim.SGD(param_groups(model, 1e-3), momentum=0.5)
 
