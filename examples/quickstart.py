@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from bayesify import bayesify, fit_laplace, metrics, mix, param_groups, penalty, plots, predict
 from bayesify.demo import digits
-from bayesify.prediction.predictive import Predictive
 
 MEMBERS = 5
 
@@ -61,9 +60,8 @@ def main():
         return fit_laplace(model, loaders["fit"], structure="kron", tune=loaders["tune"])
 
     def tempered(model):
-        held = predict(model, loaders["tune"])
-        temperature = float(metrics.fit_temperature(held.logits, held.labels))
-        return [Predictive.from_logits(out.logits / temperature, out.labels) for out in ask(model)]
+        temperature = metrics.fit_temperature(predict(model, loaders["tune"]))
+        return [found.tempered(temperature) for found in ask(model)]
 
     members = [train(fit, args.epochs, args.seed + i) for i in range(MEMBERS)]
     found = {"plain": ask(members[0]), "plain + temperature": tempered(members[0])}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesify import bayesify, predict
+from bayesify import bayesify, fit_laplace, metrics, predict
 from bayesify.prediction.predictive import Predictive
 
 
@@ -128,3 +128,37 @@ def test_an_ensemble_made_by_hand_is_the_average_of_its_members():
 def test_what_is_no_ensemble(logits, labels, message):
     with pytest.raises(ValueError, match=message):
         Predictive.from_logits(logits, labels)
+
+
+def test_a_temperature_divides_every_samples_logits():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4, 50, 3, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (50,), generator=generator)
+    found = Predictive.from_logits(logits, labels)
+    temperature = metrics.fit_temperature(found)
+    tempered = found.tempered(temperature)
+    each = torch.softmax(logits / float(temperature), -1)
+    torch.testing.assert_close(tempered.probs, each.mean(0))
+    torch.testing.assert_close(tempered.expected_entropy, torch.distributions.Categorical(each).entropy().mean(0))
+    assert tempered.scores["nll"] == pytest.approx(temperature.nll) and temperature.nll < found.scores["nll"]
+    assert tempered.num_samples == 4 and torch.equal(tempered.labels, labels)
+    torch.testing.assert_close(found.tempered(1.0).log_probs, found.log_probs)
+
+
+def test_a_temperature_for_tokens_and_for_the_mean():
+    model = bayesify(nn.Linear(3, 2), "vi")
+    found = predict(model, torch.randn(4, 5, 3), samples=0)
+    tempered = found.tempered(2.0)
+    assert tempered.num_samples == 0 and tempered.method == "vi" and tempered.log_probs.shape == (4, 5, 2)
+    torch.testing.assert_close(tempered.log_probs, torch.log_softmax(found.logits[0].double() / 2, -1))
+
+
+def test_what_cannot_be_tempered():
+    model, x = bayesify(nn.Linear(3, 2), "la"), torch.randn(20, 3)
+    with pytest.raises(ValueError, match="keep_samples=True"):
+        predict(bayesify(nn.Linear(3, 2), "vi"), x, samples=2, keep_samples=False).tempered(2.0)
+    fit_laplace(model, [(x, torch.arange(20) % 2)])
+    with pytest.raises(ValueError, match="predict with samples="):
+        predict(model, x).tempered(2.0)
+    with pytest.raises(ValueError, match="positive and finite, got -1"):
+        predict(model, x, samples=2).tempered(-1.0)

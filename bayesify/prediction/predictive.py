@@ -104,6 +104,30 @@ class Predictive(Probabilities):
         """
         return self.confidence >= threshold
 
+    def tempered(self, temperature: float) -> "Predictive":
+        """Return the prediction at another temperature, 1/S sum_s softmax(logits_s / T).
+
+        Args:
+            temperature: T, or what `metrics.fit_temperature` returned for a prediction of held-out data.
+
+        Raises:
+            ValueError: T is not positive and finite, or there are no logits of samples to divide.
+
+        Example:
+            >>> found = Predictive.from_logits(torch.tensor([[2.0, 0.0]]))
+            >>> found.tempered(2.0).probs
+            tensor([[0.7311, 0.2689]], dtype=torch.float64)
+        """
+        value = float(temperature)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"temperature must be positive and finite, got {value}; 1.0 changes nothing")
+        if self.closed_form:
+            raise ValueError("a closed form has no samples to temper, and its prior was tuned; predict with samples=")
+        if self.logits is None:
+            raise ValueError("the prediction has no logits; predict with keep_samples=True")
+        found = Predictive.from_logits(self.logits / value)
+        return replace(found, labels=self.labels, num_samples=self.num_samples, method=self.method)
+
     def sets(self, quantile: float, kind: str | None = None) -> Tensor:
         """Tell which classes are in each example's conformal set, Booleans (N, ..., K).
 
