@@ -189,7 +189,7 @@ def _ways(
     yield "la, all weights, calibrated", partial(_all_weights, plain, case)
     if epochs:
         for method in TRAINED:
-            yield f"{method}, calibrated", partial(_method, make, case, method, epochs, lr)
+            yield f"{method}, + temperature", partial(_method, make, case, method, epochs, lr)
         yield f"ensemble of {MEMBERS}, + temperature", partial(_ensemble, make, case, plain, epochs, lr)
 
 
@@ -206,13 +206,8 @@ def _scaled(way: Way, validation: list[Any]) -> Way:
     if found.labels is None:
         raise ValueError("the validation batches have no labels; give (inputs, labels), or dicts with 'labels'")
     with suppress(metrics.TemperatureError):
-        temperature = float(metrics.fit_temperature(found.log_probs, found.labels))
-
-    def scaled(data: Any) -> Predictive:
-        found = way(data)
-        return Predictive.from_logits(found.log_probs.unsqueeze(0) / temperature, found.labels)
-
-    return scaled
+        temperature = float(metrics.fit_temperature(found))
+    return lambda data: way(data).tempered(temperature)
 
 
 def _last_layer(plain: nn.Module, case: Case, head: str | None, tune: Any) -> Way:
@@ -229,7 +224,7 @@ def _all_weights(plain: nn.Module, case: Case) -> Way:
 def _method(make: Callable[[], Case], case: Case, method: str, epochs: int, lr: float) -> Way:
     torch.manual_seed(0)
     model = _train(bayesify(make().model, method), case.train, epochs, lr)
-    return partial(predict, calibrate(model, case.validation, progress=False), samples=10, seed=0)
+    return _scaled(partial(predict, model, samples=10, seed=0), case.validation)
 
 
 def _ensemble(make: Callable[[], Case], case: Case, plain: nn.Module, epochs: int, lr: float) -> Way:

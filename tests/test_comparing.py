@@ -68,8 +68,8 @@ def test_a_model_that_is_trained_here(source):
     rows, left_out = compare(read_case(source), epochs=3, lr=0.01)
     assert not left_out
     assert [row.name for row in rows][-3:] == [
-        "vi, calibrated",
-        "mc_dropout, calibrated",
+        "vi, + temperature",
+        "mc_dropout, + temperature",
         "ensemble of 5, + temperature",
     ]
     assert all(len(row.found) == 200 and row.unknown is not None for row in rows)
