@@ -24,24 +24,32 @@ def pytest_generate_tests(metafunc):
 
 
 class Table:
-    """Rows of (group, workload, what) with numbers, written as they come; they replace what was measured before."""
+    """Rows of (group, workload, what) with numbers, written as they come.
+
+    Args:
+        rows: What was measured before, and stays unless it is measured again.
+    """
+
+    def __init__(self, rows):
+        self.rows = rows
 
     def add(self, group, work, what, **numbers):
-        write({f"{group} | {work} | {what}": {k: round(v, 3) for k, v in numbers.items()}})
+        self.rows[f"{group} | {work} | {what}"] = {k: round(v, 3) for k, v in numbers.items()}
+        write(self.rows)
 
 
 @pytest.fixture(scope="session")
-def table():
-    return Table()
+def table(request):
+    anew = request.config.getoption("--full") or not RESULTS.exists()
+    return Table({} if anew else json.loads(RESULTS.read_text())["rows"])
 
 
 def write(rows):
-    """Merge rows into the results, and render the page and the README's table."""
-    old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    """Write the results, the page and the README's table."""
     results = {
         "date": date.today().isoformat(),
         "machine": f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "rows": {**old["rows"], **rows},
+        "rows": rows,
     }
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")

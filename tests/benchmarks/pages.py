@@ -23,6 +23,11 @@ METHODS = {  # by the evidence's row: what a weight is, and how the method is us
     "vanilla": ("the trained value", "the baseline, and members of `mix`"),
 }
 NAMES = {"la_last_kron": '`"la"`, last layer', "mix5_la_last_kron": "five of them"}
+NOTES = {
+    "peak memory": "Plain SGD with momentum holds three arrays of the weights' size: weights, gradients and momentum. "
+    "VI holds eight: mean, rho, the prior's mean, theta until its backward pass, two gradients and two momenta. None "
+    "is noise, which is made again where it is needed.",
+}
 QUALITY = {  # a column: what it is minus, and the ways to predict that may be compared with it
     "NLL": (("plain", "mean"), ("samples",)),
     "NLL, held-out data": (("plain", "temperature"), ("closed", "tempered samples")),
@@ -104,9 +109,9 @@ def page(results):
         "# Benchmarks",
         "",
         f"{results['machine']}, {results['date']}. Ratios are of the best of several runs taken in turn, on the "
-        "clock (wall) and of all cores (cpu). Rows are replaced when they are measured again, so they may be of "
-        "different runs; the machine is shared, and a small model's ratios vary by a fifth. `make bench` measures the "
-        "small models, `make bench-full` all.",
+        "clock (wall) and of all cores (cpu). `make bench-full` measures all of it in one run, `make bench` the small "
+        "models alone, whose rows it replaces. Training steps are at a method's defaults unless it says otherwise. The "
+        "machine is shared, and a small model's ratios vary by a fifth.",
         "",
     ]
     groups = dict.fromkeys(key.split(" | ")[0] for key in results["rows"])
@@ -119,7 +124,7 @@ def page(results):
             for what, numbers in row.items():
                 cells = [f"{numbers[c]:g}" if c in numbers else "" for c in columns]
                 lines.append(f"| {work} | {what} | " + " | ".join(cells) + " |")
-        lines.append("")
+        lines += ["", *([NOTES[group], ""] if group in NOTES else [])]
     picture = RESULTS.with_name("scaling.svg")
     if picture.exists():
         lines += ["![Seconds of a draw and of the penalty over the number of parameters](results/scaling.svg)", ""]
