@@ -60,22 +60,23 @@ class GaussianLogits(NamedTuple):
 
         The draws mu + Q (sqrt(q) * eps) use the same eps for every example: a few quasi-random ones, no seed.
         """
-        size = self.q.sqrt()
-        total, entropy = torch.zeros_like(size), torch.zeros_like(size[..., 0])
-        normals = normal_points(self.mean.shape[-1]).to(size)
+        # Classes before examples: a softmax over few classes is an order of magnitude faster there.
+        size, mean = (t.movedim(-1, 0).flatten(1) for t in (self.q.sqrt(), self.mean))
+        total, entropy = torch.zeros_like(size), torch.zeros_like(size[0])
+        normals = normal_points(len(size)).to(size)
         for eps in torch.split(normals, max(1, AT_ONCE // max(1, size.numel()))):
-            away = size * eps.view(len(eps), *(1,) * (size.dim() - 1), -1)
-            away = away if self.basis is None else away @ self.basis.T
-            log_p = F.log_softmax(self.mean + away, -1)
+            away = size * eps.unsqueeze(-1)
+            away = away if self.basis is None else self.basis @ away
+            log_p = F.log_softmax(mean + away, 1)
             p = log_p.exp()
-            total, entropy = total + p.sum(0), entropy - _xlogx(p, log_p).sum(0)
-        mean = total / len(normals)
-        found = -_xlogx(mean, mean.log()) - entropy / len(normals)
-        return found.clamp_min(0).cpu().double()
+            total, entropy = total + p.sum(0), entropy - _xlogx(p, log_p, 1).sum(0)
+        average = total / len(normals)
+        found = -_xlogx(average, average.log(), 0) - entropy / len(normals)
+        return found.clamp_min(0).view(self.q.shape[:-1]).cpu().double()
 
 
-def _xlogx(p: Tensor, log_p: Tensor) -> Tensor:
-    return torch.where(p == 0, 0.0, p * log_p).sum(-1)
+def _xlogx(p: Tensor, log_p: Tensor, classes: int) -> Tensor:
+    return torch.where(p == 0, 0.0, p * log_p).sum(classes)
 
 
 @lru_cache(maxsize=4)
