@@ -99,13 +99,18 @@ WIDE_LAPLACE = [
 ]
 
 
-def our_run(name, label, prior_sig, p_drop, epochs, patience=10, nst=20):
+def our_run(name, label, prior_sig, p_drop, epochs, patience=10, nst=20, seeds=1):
     hparams = f"prior_sig={prior_sig},p_drop={p_drop},mean=expected,nst={nst}"
     flags = f"--epochs {epochs} --lr 0.1 --schedule cosine --batch_size 128 --momentum 0.9 --val_heldout 0.5"
-    return Run(name, label, f"--method mc_dropout --hparams {hparams} {flags} --patience {patience} --eval_every 2")
+    flags = f"--method mc_dropout --hparams {hparams} {flags} --patience {patience} --eval_every 2"
+    return Run(name, label, flags, seeds=seeds)
 
 
-OURS = [our_run("ours-mc_dropout", "MC-dropout, sigma=0.2, p=0.3, 50 epochs", 0.2, 0.3, 50, patience=20)]
+OURS = [
+    our_run(
+        "ours-mc_dropout", "MC-dropout, sigma=0.2, p=0.3, 50 epochs", 0.2, 0.3, 50, patience=20, seeds=HEADLINE_SEEDS
+    )
+]
 TRIALS = [
     our_run("trial-wide", "MC-dropout, sigma=0.3, p=0.3, 25 epochs", 0.3, 0.3, 25, nst=5),
     our_run("trial-dropped", "MC-dropout, sigma=0.3, p=0.5, 25 epochs", 0.3, 0.5, 25, nst=5),

@@ -257,7 +257,7 @@ PAGE_TEXT = """\
 
 Written by `python examples/reproduce.py --page` from the files in `docs/results/mnist`, one per run; `make reproduce`
 runs what is missing and can be stopped at any point. {done} of {planned} runs are done; what is missing reads "not
-run".
+run", or has fewer seeds.
 
 A network of three hidden layers with 1000 units each, from random weights, on half of MNIST's training images; the
 other, disjoint half decides when to stop: the weights with the lowest validation loss of the posterior mean are kept,

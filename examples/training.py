@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 from pathlib import Path
 
 import torch
@@ -140,10 +139,3 @@ def write_result(path, result):
     """Write a result by one atomic rename."""
     path.with_suffix(".tmp").write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".tmp").replace(path)
-
-
-def write_section(page, mark, text):
-    """Replace what a page has between `<!-- mark -->` and `<!-- end of mark -->`."""
-    section = f"<!-- {mark} -->\n{text}\n<!-- end of {mark} -->"
-    old = rf"<!-- {mark} -->.*<!-- end of {mark} -->"
-    page.write_text(re.sub(old, lambda _: section, page.read_text(), flags=re.DOTALL))

@@ -40,6 +40,7 @@ PAGES = (
     "how_it_works",
     "gotchas",
 )
+LONG = ("mixtures",)  # a test of its own runs it, for fewer steps
 HIDDEN = {"torch.onnx": "onnxscript", "to_pandas": "pandas", "plots.": "matplotlib"}  # that no import tells
 BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<output>.*?)```\n)?", flags=re.DOTALL)
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]?\d+)?")
@@ -115,7 +116,7 @@ def written(text):
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or PAGES:
+    for name in sys.argv[1:] or (*PAGES, *LONG):
         path = DOCS / f"{name}.md"
         path.write_text(written(path.read_text()))
         print(path.name)

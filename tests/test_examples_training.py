@@ -43,10 +43,3 @@ def test_settings_leave_out_where_a_run_happens(tmp_path):
     training.check_settings(tmp_path, {"lr": 0.1, "weights": "a.safetensors"}, args)
     with pytest.raises(SystemExit, match=r"other settings \(lr\)"):
         training.check_settings(tmp_path, {"lr": 0.2, "weights": "a.safetensors"}, args)
-
-
-def test_a_section_of_a_page_is_replaced(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- x -->\nold\n<!-- end of x -->\nafter\n")
-    training.write_section(page, "x", r"new \1")
-    assert page.read_text() == "before\n<!-- x -->\nnew \\1\n<!-- end of x -->\nafter\n"

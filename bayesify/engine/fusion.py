@@ -2,8 +2,7 @@
 
 numba is imported at the first draw in a CPU's memory, however small: the rounding of a number must not depend on what
 was drawn before it. Where it cannot be imported, for other types and devices, plain torch operations compute the same,
-to rounding. On a CPU they take longer: on one thread 37 (7,000 weights) to 61 (1.8 million) times for a draw by VI, 6
-to 18 times for a training step of those two MLPs.
+to rounding. On a CPU they take many times as long.
 """
 
 import os
@@ -157,8 +156,8 @@ def _kernels() -> Any:
         except ImportError as error:
             _state["missing"] = True
             warnings.warn(
-                f"numba cannot be imported ({error}); without it draws take some 40 times as long, training steps of "
-                "small batches 6 to 18 times: pip install numba",
+                f"numba cannot be imported ({error}); without it draws and training steps take many times as "
+                "long: pip install numba",
                 stacklevel=2,
             )
         else:

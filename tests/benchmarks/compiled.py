@@ -1,19 +1,27 @@
-"""Set compiled training steps beside eager ones, in one run: `python -m tests.benchmarks.compiled [mlp] [vit_b_32]`.
+"""Set compiled training steps beside eager ones, in one run, as docs/scaling.md says.
+
+    python -m tests.benchmarks.compiled [mlp] [vit_b_32]    # measures, and writes the page's part
 
 Loss and penalty are one compiled function; the optimizer's step is the same on both sides. What counts is the ratio of
 the best steps, in turn, on the clock and of all cores together.
 """
 
+import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from bayesify import bayesify, param_groups, penalty
+from examples.sections import write_section
 from tests.benchmarks.timing import interleave
 from tests.benchmarks.workloads import MLP, NUM_DATA, Workload
 
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results" / "compiled.json"
+PAGE = ROOT / "docs" / "scaling.md"
 WORKS = {"mlp": MLP, "vit_b_32": Workload("vit_b_32", 8, 5)}
 
 
@@ -38,8 +46,17 @@ def step_of(work: Workload, *, compiled: bool, bayesian: bool = True):
     return step
 
 
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Return the page's part."""
+    lines = ["| model | threads | VI, compiled over eager | plain training |", "|---|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| {w} | {r['threads']} | {r['vi']:.2f} | {r['plain']:.2f} |" for w, r in results.items())]
+    )
+
+
 def main(names: list[str]) -> None:
-    """Measure, and print the ratios."""
+    """Measure, print the ratios, and write the page's part."""
+    results = json.loads(RESULTS.read_text())
     for name in names or list(WORKS):
         work = WORKS[name]
         steps = {
@@ -50,10 +67,14 @@ def main(names: list[str]) -> None:
         start = time.perf_counter()
         found = interleave(steps, work.rounds)
         print(f"{work}: {time.perf_counter() - start:.0f} s with compilation, {torch.get_num_threads()} threads")
-        for what, base in (("vi, compiled", "vi, eager"), ("plain, compiled", "plain, eager")):
-            ratio = found[what].over(found[base])
-            times = ", ".join(f"{1e3 * found[one].wall:.1f}" for one in (what, base))
-            print(f"{what} over eager: wall {ratio['wall']:.3f}, cpu {ratio['cpu']:.3f} ({times} ms)", flush=True)
+        row = results[str(work)] = {"threads": torch.get_num_threads()}
+        for kind in ("vi", "plain"):
+            what, base = found[f"{kind}, compiled"], found[f"{kind}, eager"]
+            ratio, times = what.over(base), f"{1e3 * what.wall:.1f}, {1e3 * base.wall:.1f}"
+            print(f"{kind}, compiled over eager: wall {ratio['wall']:.3f}, cpu {ratio['cpu']:.3f} ({times} ms)")
+            row[kind] = round(ratio["wall"], 3)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_section(PAGE, "compiled", table(results))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ model on the same batches.
 
 import argparse
 import json
-import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from bayesify.methods.cycles import Cycles
 from bayesify.model.mixture import shared_copy
 from bayesify.model.posteriors import Posterior
 from bayesify.prediction.batches import call_model, logits_of
+from examples.sections import write_section
 from tests.benchmarks.timing import interleave
 
 ROOT = Path(__file__).parents[2]
@@ -259,12 +259,6 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", words, ""])
 
 
-def with_table(page: str, results: dict[str, Any]) -> str:
-    """Return the page with its table."""
-    marks = r"(<!-- costs -->\n).*?(<!-- /costs -->)"
-    return re.sub(marks, lambda m: m[1] + table(results) + m[2], page, flags=re.DOTALL)
-
-
 def measure_all() -> None:
     """Measure every row, or those that are missing since a run was stopped."""
     from tests.benchmarks.conftest import processor
@@ -290,7 +284,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not arguments.pages:
         measure_all()
-    PAGE.write_text(with_table(PAGE.read_text(), json.loads(RESULTS.read_text())))
+    write_section(PAGE, "costs", table(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The benchmarks' page and the README's table, from the results alone."""
 
 import json
-import re
 import statistics
 from pathlib import Path
+
+from examples.sections import with_section
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "benchmarks.json"
@@ -36,9 +37,7 @@ QUALITY = {  # a column: what it is minus, and the ways to predict that may be c
 
 def with_table(readme, results, found=None):
     """Return the README with its table of methods; with the quality that the evidence found, unless told otherwise."""
-    marks = r"(<!-- methods -->\n).*?(<!-- /methods -->)"
-    table = methods(results, evidence() if found is None else found)
-    return re.sub(marks, lambda m: m[1] + table + m[2], readme, flags=re.DOTALL)
+    return with_section(readme, "methods", methods(results, evidence() if found is None else found))
 
 
 def split(results, group):
