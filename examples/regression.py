@@ -3,8 +3,8 @@
     python examples/regression.py                               # a noisy sine with a gap, where nothing is known
     python examples/regression.py --data table.csv --method vi  # of your own
 
-A table has numbers below a header line; the last column is the target. Prints the scores on a fifth of the rows, and
-writes a picture into --out.
+A table has numbers below a header line; the last column is the target. Prints the scores on a fifth of the rows, in
+units of the target's standard deviation, and writes a picture into --out.
 """
 
 import argparse
@@ -29,10 +29,14 @@ def sine(count, seed):
 
 
 def table(path):
-    """Return the columns of a file, each with mean 0 and standard deviation 1."""
+    """Return the columns of a file: the last one is the target."""
     values = torch.tensor(np.loadtxt(path, delimiter=",", skiprows=1), dtype=torch.float32)
-    values = (values - values.mean(0)) / values.std(0).clamp_min(1e-6)
     return values[:, :-1], values[:, -1:]
+
+
+def standardized(values, rows):
+    """Return columns with mean 0 and standard deviation 1 over some rows: those that train."""
+    return (values - values[rows].mean(0)) / values[rows].std(0).clamp_min(1e-6)
 
 
 def train(method, x, y, steps, seed):
@@ -65,6 +69,8 @@ def main():
     x, y = sine(120, args.seed) if args.data is None else table(args.data)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(args.seed))
     test, known = order.split([len(x) // 5, len(x) - len(x) // 5])
+    if args.data is not None:
+        x, y = standardized(x, known), standardized(y, known)
     model, noise_var = train(args.method, x[known], y[known], args.steps, args.seed)
 
     def ask(data):

@@ -3,7 +3,7 @@
 accelerate launch --num_processes 2 examples/with_accelerate.py vi out
 """
 
-import sys
+import argparse
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bayesify import IVON, SGLD, bayesify, fit_laplace, param_groups, penalty, predict, save
 
-METHOD, FOLDER = sys.argv[1:]
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("method", help="such as vi, mc_dropout, la, sgld or ivon")
+parser.add_argument("folder", help="where the posterior is saved")
+METHOD, FOLDER = vars(parser.parse_args()).values()
 OPTIMIZERS = {"sgld": SGLD, "ivon": IVON}  # the other methods take any of torch.optim
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 torch.manual_seed(0)

