@@ -8,6 +8,7 @@ import copy
 import importlib
 import importlib.util
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -95,6 +96,9 @@ def read_case(source: str) -> Callable[[], Case]:
         ValueError: There is no such file, module or function, or it returns something else.
     """
     place, _, name = source.partition(":") if not Path(source).is_file() else (source, "", "")
+    home = str((Path(place).parent if place.endswith(".py") else Path()).resolve())
+    if home not in sys.path:
+        sys.path.insert(0, home)  # as `python file.py` does: it may import what lies beside it
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)

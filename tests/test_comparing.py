@@ -1,6 +1,7 @@
 """`bayesify compare`: a user's case is read, scored fairly, and answered honestly."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ value = 3
 
 
 @pytest.fixture
-def source(tmp_path):
+def source(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])  # where the folder of a case goes
     path = tmp_path / "mine.py"
     path.write_text(FILE)
     return str(path)
@@ -165,3 +167,9 @@ def test_the_plain_row_is_the_models_own_prediction(source):
     assert isinstance(case.train.dataset, TensorDataset)
     rows, _ = compare(lambda: case, minutes=0)
     assert torch.equal(rows[0].found.log_probs, predict(case.model, case.test).log_probs)
+
+
+def test_a_case_imports_what_lies_beside_it(source, tmp_path):
+    (tmp_path / "beside_the_case.py").write_text(FILE)
+    (tmp_path / "mine.py").write_text("from beside_the_case import case")
+    assert isinstance(read_case(source)().model, nn.Module)
