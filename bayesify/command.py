@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import bayesify
 from bayesify.model.inspecting import inspect_file
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
 
     report = commands.add_parser("report", help="an HTML page of a saved prediction")
-    report.add_argument("file", type=Path, help="made by numpy.savez(file, **predict(...).numpy()): logits, labels")
+    report.add_argument("file", type=Path, help="made by numpy.savez(file, **predict(...).numpy())")
     report.add_argument("--ood", type=Path, help="the same for out-of-distribution data")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (report.html)")
     report.add_argument("--title", default="Predictive uncertainty")
@@ -111,10 +112,10 @@ def read_prediction(path: Path) -> Predictive:
     """Read a prediction that was written with `numpy.savez(path, **out.numpy())`.
 
     Args:
-        path: An .npz file with `logits`, (S, N, ..., K) or (N, K), and perhaps `labels`.
+        path: An .npz file of these arrays, or with `logits`, (S, N, ..., K) or (N, K), and perhaps `labels`.
 
     Returns:
-        The prediction.
+        The prediction: that of the logits' softmax, unless the file says which averages were made of them.
 
     Raises:
         ValueError: It is something else.
@@ -126,9 +127,27 @@ def read_prediction(path: Path) -> Predictive:
         raise ValueError(f"there is no {path}; write it with numpy.savez({str(path)!r}, **out.numpy())") from None
     except (ValueError, AttributeError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no .npz file ({error}); write it with numpy.savez(file, **out.numpy())") from error
-    if "logits" not in content:
+    probs, entropies = content.get("probs"), content.get("expected_entropy")
+    if probs is None or entropies is None:
+        if "logits" not in content:
+            raise ValueError(
+                f"{path} has no array 'logits', got {sorted(content)}; write it with numpy.savez(file, **out.numpy()), "
+                "where out = predict(...) of a classification, or call plots.report(out, page) where it was made"
+            )
+        return Predictive.from_logits(content["logits"], content.get("labels"))
+    if probs.ndim < 2 or entropies.shape != probs.shape[:-1]:
         raise ValueError(
-            f"{path} has no array 'logits', got {sorted(content)}; write it with numpy.savez(file, **out.numpy()), "
-            "where out = predict(..., keep_samples=True)"
+            f"{path} must hold a classification, one expected_entropy for each row of probs, got shapes "
+            f"{entropies.shape} and {probs.shape}; call plots.report(out, page) where other predictions were made"
         )
-    return Predictive.from_logits(content["logits"], content.get("labels"))
+    # A closed form is not the softmax of its logits, which are the mean's.
+    kept = {name: torch.from_numpy(content[name]) if name in content else None for name in ("logits", "labels")}
+    samples = 0 if kept["logits"] is None else len(kept["logits"])
+    return Predictive(
+        log_probs=torch.from_numpy(probs).double().clamp_min(np.finfo(np.float64).tiny).log(),
+        expected_entropy=torch.from_numpy(entropies),
+        num_samples=int(content.get("num_samples", samples)),
+        closed_form=bool(content.get("closed_form", False)),
+        method=str(content.get("method", "")),
+        **kept,
+    )

@@ -10,7 +10,7 @@ from torch import nn
 
 import bayesify
 from bayesify import fit_laplace, named_posteriors, predict, save
-from bayesify.command import main
+from bayesify.command import main, read_prediction
 from bayesify.model.inspecting import inspect_file, stored_posteriors
 
 
@@ -87,6 +87,21 @@ def test_a_report_of_a_saved_prediction(tmp_path, capsys):
     assert "Out-of-distribution detection" in page.read_text()
 
 
+def test_a_report_of_a_closed_form_is_that_of_the_posterior_and_not_of_its_mean(tmp_path):
+    x, y = torch.randn(30, 4), torch.randint(3, (30,))
+    model = bayesify.bayesify(nn.Linear(4, 3), "la")
+    out = predict(fit_laplace(model, [(x, y)], structure="kron"), [(x, y)])
+    np.savez(tmp_path / "out.npz", **out.numpy())
+    again = read_prediction(tmp_path / "out.npz")
+    torch.testing.assert_close(again.log_probs, out.log_probs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(again.mutual_information, out.mutual_information, rtol=1e-9, atol=1e-12)
+    assert repr(again) == repr(out) and again.method == "la" and again.closed_form
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "out.npz"), "--out", str(page)]) == 0
+    assert "method la · in closed form" in page.read_text()
+    assert "T\u00a0=\u00a01<" not in page.read_text() and "mean,\u00a0T\u00a0=" in page.read_text()
+
+
 WRONG = [
     (["inspect", "nowhere"], "there is no nowhere/posterior.safetensors; give the folder that bayesify.save wrote"),
     (["summary", "."], "there is no posterior.safetensors; give the folder"),
@@ -94,6 +109,10 @@ WRONG = [
     (["report", "text.npz"], "text.npz is no .npz file"),
     (["report", "one.npy"], "one.npy is no .npz file"),
     (["report", "other.npz"], "has no array 'logits', got ['probs']; write it with numpy.savez"),
+    (
+        ["report", "labels.npz"],
+        "must hold a classification, one expected_entropy for each row of probs, got shapes (2, 2)",
+    ),
     (["report", "flat.npz"], "logits must be (S, N, ..., K) with two classes or more"),
 ]
 
@@ -104,6 +123,7 @@ def test_errors_take_one_line(command, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.npz").write_text("no zip")
     np.save("one.npy", np.zeros(3))
     np.savez("other.npz", probs=np.ones((2, 2)) / 2)
+    np.savez("labels.npz", probs=np.ones((2, 2)) / 2, expected_entropy=np.ones((2, 2)))
     np.savez("flat.npz", logits=np.ones(4))
     assert main(command) == 1
     printed = capsys.readouterr()

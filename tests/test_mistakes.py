@@ -1,7 +1,10 @@
 """What newcomers do wrong: one line each, which says what was wrong, what was got, and the way out."""
 
 import pickle
+import shutil
+from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -29,6 +32,12 @@ def into_another_model(folder):
     load(nn.Linear(4, 3), folder)
 
 
+class Rows(list):
+    """Looks like Hugging Face's Dataset, which can be iterated over, row by row."""
+
+    column_names = ("input_ids", "labels")
+
+
 # mistake: (what is called with a temporary folder, what was wrong, what was got, the way out)
 MISTAKES = {
     "a method by its long name": (
@@ -38,6 +47,11 @@ MISTAKES = {
         "did you mean 'prior_sig'?"),
     "a layer that the model does not have": (
         lambda _: bayesify(network(), "vi", include="fc.*"), "matched no parameter", "'fc.*'", "closest: ['0.weight'"),
+    "a layer's name without its star": (
+        lambda _: bayesify(network(), "vi", include="2"), "matched no parameter", "'2'", "did you mean '2.*'?"),
+    "a layer for its name": (
+        lambda _: (lambda model: bayesify(model, "vi", include=model[2]))(network()), "include takes names",
+        "got a Linear", "pass '2.*'"),
     "bayesify twice": (
         lambda _: bayesify(vi(), "vi"), "bayesified", "already", "call unbayesify(model) first"),
     "the class for the model": (
@@ -65,6 +79,21 @@ MISTAKES = {
     "a fit without labels": (
         lambda _: fit_laplace(bayesify(network(), "la"), [X]), "no labels", "the loader gives",
         "yield (inputs, labels)"),
+    "the loader before the model": (
+        lambda _: fit_laplace([(X, Y)], bayesify(network(), "la")), "model must be a torch.nn.Module", "got list",
+        "pass the model itself"),
+    "a fit on a dataset": (
+        lambda _: fit_laplace(bayesify(network(), "la"), TensorDataset(X, Y)), "must be a batch or an iterable",
+        "got TensorDataset", "wrap it in a DataLoader"),
+    "a fit on a bare pair": (
+        lambda _: fit_laplace(bayesify(network(), "la"), (X, Y)), "reads as two batches", "a tuple of two tensors",
+        "pass [(inputs, labels)]"),
+    "classes that begin with one": (
+        lambda _: fit_laplace(bayesify(network(), "la"), [(X, Y + 1)]), "labels must be in 0..2", "got 1..3",
+        "number the classes from 0"),
+    "a column of labels": (
+        lambda _: fit_laplace(bayesify(network(), "la"), [(X, Y[:, None])]), "labels must be of shape (6,)",
+        "got (6, 1)", "squeeze(1)"),
     "tuning without labels": (
         lambda _: fit_laplace(bayesify(network(), "la"), [(X, Y)], tune=[X]), "tune= needs data with labels",
         "got inputs alone", "pass batches of (inputs, labels)"),
@@ -72,6 +101,22 @@ MISTAKES = {
         lambda _: predict(vi(), X.numpy()), "without a tensor", "of ndarray", "torch.from_numpy(array).float()"),
     "texts for tokens": (
         lambda _: predict(vi(), ["a text"]), "without a tensor", "of str", "tokenize the texts first"),
+    "a data frame": (
+        lambda _: predict(vi(), pandas.DataFrame(X.numpy())), "must be a batch or an iterable of batches",
+        "got DataFrame", "torch.tensor(frame.to_numpy()).float()"),
+    "rows of a Hugging Face dataset": (
+        lambda _: predict(vi(), Rows()), "must be a batch or an iterable of batches", "got Rows",
+        "wrap it in a DataLoader"),
+    "token ids that are no tensors": (
+        lambda _: predict(vi(), [{"input": [1, 2, 3, 4], "labels": 1}]), "without a tensor", "of int",
+        "a DataLoader, whose collate_fn makes tensors"),
+    "label for labels": (
+        lambda _: predict(vi(), [{"input": X, "label": Y}]), "takes no 'label'", "which the batches hold",
+        "call their labels 'labels'"),
+    "labels beside the data": (
+        lambda _: predict(vi(), X, Y), "samples must be an integer", "got a Tensor", "[(inputs, labels)]"),
+    "one example without a batch": (
+        lambda _: predict(vi(), X[0]), "at least two logits", "shape (3,)", "x.unsqueeze(0)"),
     "a dataset for a loader": (
         lambda _: predict(vi(), TensorDataset(X, Y)), "must be a batch or an iterable of batches", "got TensorDataset",
         "wrap it in a DataLoader"),
@@ -91,6 +136,14 @@ MISTAKES = {
     "no labels at all": (
         lambda _: metrics.ece(prediction().probs, None), "labels must be a tensor", "got NoneType",
         "give predict batches of (inputs, labels)"),
+    "percents for a risk": (
+        lambda _: metrics.abstain_threshold(prediction().probs, Y, max_risk=10), "max_risk must be between 0 and 1",
+        "got 10", "is 0.1"),
+    "percents for a confidence": (
+        lambda _: prediction().select(80), "threshold must be between 0 and 1", "got 80", "is 0.8"),
+    "one prediction for two": (
+        lambda _: plots.before_after(prediction(), prediction(), ood=prediction()), "ood must be a pair",
+        "got Predictive", "predict with both"),
     "the prediction for its probabilities": (
         lambda _: plots.reliability_diagram(prediction(), Y), "probs must be a tensor", "got Predictive",
         "pass its .probs"),
@@ -99,6 +152,11 @@ MISTAKES = {
     "a plain state dict": (
         lambda _: vi().load_state_dict(network().state_dict()), "the state dict of a plain model", "it has '0.weight'",
         "load it before bayesify(model)"),
+    "the folder before the model": (
+        lambda folder: save(folder, vi()), "model must be a torch.nn.Module", "Path; ", "pass the model itself"),
+    "a file for a folder": (
+        lambda folder: save(vi(), Path(shutil.copy(__file__, folder))), "dir must be a folder", "got the file",
+        "give the name of a folder"),
     "another architecture": (
         into_another_model, "does not fit the model", "only in the file: ['0.bias'",
         "build the model as it was when it was saved"),

@@ -242,6 +242,7 @@ def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
 
 def members_of(model: nn.Module) -> dict[str, tuple[nn.Module, Scope]]:
     """Return the models that go into one file, by member: one alone, or those of a mixture by their numbers."""
+    check_module(model)
     mixture = mixture_in(model)
     if mixture is None:
         return {ALONE: root_of(model)}

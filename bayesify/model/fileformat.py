@@ -62,7 +62,7 @@ def write(folder: Path, files: Mapping[str, Content], *, by_one: bool = False) -
         by_one: Whether rank 0 writes for all processes of a group, while the others wait.
 
     Raises:
-        CheckpointError: Rank 0 could not write, and this process is another.
+        CheckpointError: The folder is a file, or rank 0 could not write, and this process is another.
     """
     if not by_one:
         _write(folder, files)
@@ -81,6 +81,8 @@ def write(folder: Path, files: Mapping[str, Content], *, by_one: bool = False) -
 
 
 def _write(folder: Path, files: Mapping[str, Content]) -> None:
+    if folder.is_file():
+        raise CheckpointError(f"dir must be a folder, got the file {folder}; give the name of a folder")
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
     temporaries: dict[str, Path] = {}

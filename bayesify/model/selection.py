@@ -121,6 +121,8 @@ def _matches(every: list[Candidate], patterns: Patterns, argument: str) -> set[i
     """Return the ids of the candidates that match, or None where there is no pattern."""
     if patterns is None:
         return None
+    if isinstance(patterns, nn.Module):
+        raise TypeError(f"{argument} takes names, got a {type(patterns).__name__}; pass {_pattern_of(patterns, every)}")
     if callable(patterns):
         return {id(c) for c in every if patterns(c.name, c.param)}
     chosen: set[int] = set()
@@ -134,6 +136,14 @@ def _matches(every: list[Candidate], patterns: Patterns, argument: str) -> set[i
     return chosen
 
 
+def _pattern_of(module: nn.Module, every: list[Candidate]) -> str:
+    """Return what to give in place of a module: the pattern for its own parameters, where it has any."""
+    for candidate in every:
+        if len(candidate.names) == 1 and candidate.places[0][0] is module and "." in candidate.name:
+            return repr(f"{candidate.name.rpartition('.')[0]}.*")
+    return "its name and '.*', as in 'head.*'"
+
+
 def matches(pattern: Any, names: Iterable[str], argument: str) -> bool:
     """Tell whether a glob pattern matches one of a parameter's names."""
     if not isinstance(pattern, str):
@@ -144,6 +154,8 @@ def matches(pattern: Any, names: Iterable[str], argument: str) -> bool:
 def unmatched(pattern: str, every: list[Candidate], argument: str) -> SelectionError:
     """Return the error for a pattern that matches nothing, with the closest names."""
     names = [name for c in every for name in c.names]
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return SelectionError(f"{argument} pattern {pattern!r} matched no parameter; did you mean '{pattern}.*'?")
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
     return SelectionError(
         f"{argument} pattern {pattern!r} matched no parameter; patterns are globs over full names, closest: {near}"

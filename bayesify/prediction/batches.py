@@ -10,6 +10,7 @@ from torch import Tensor, nn
 LABELS = "labels"
 FIXES = {
     "ndarray": "pass torch.from_numpy(array).float()",
+    "int": "rows of numbers need a DataLoader, whose collate_fn makes tensors of them",
     "str": "tokenize the texts first, and pass what the tokenizer returns with return_tensors='pt'",
 }
 
@@ -48,6 +49,8 @@ def call_model(model: nn.Module, inputs: Any, labels: Any = None) -> Any:
             return model(*inputs)
         return model(inputs)
     except Exception as error:
+        if isinstance(error, TypeError) and isinstance(inputs, Mapping) and "'label'" in str(error):
+            raise TypeError("the model takes no 'label', which the batches hold; call their labels 'labels'") from error
         leaves = list(_leaves(inputs))
         if any(isinstance(leaf, Tensor) for leaf in leaves):
             raise
@@ -122,7 +125,10 @@ def as_batches(data: Any) -> Iterable[Any]:
     """
     if is_one_batch(data):
         return [data]
-    if not isinstance(data, Iterable):
+    if hasattr(data, "to_numpy"):
+        fix = "pass torch.tensor(frame.to_numpy()).float(), with labels as [(inputs, labels)]"
+        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}; {fix}")
+    if not isinstance(data, Iterable) or hasattr(data, "column_names"):  # rows of Hugging Face's are no batches
         hint = "; wrap it in a DataLoader" if hasattr(data, "__getitem__") else ""
         raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}{hint}")
     match data:

@@ -138,7 +138,9 @@ def predict(
     if task not in TALLIES:
         raise ValueError(f"task must be one of {list(TALLIES)}, got {task!r}")
     if samples is not None and (not is_whole(samples) or samples < 0):
-        raise ValueError(f"samples must be an integer >= 0, or None, got {samples!r}")
+        got = f"a {type(samples).__name__}; labels go with the data, [(inputs, labels)]"
+        got = repr(samples) if isinstance(samples, (int, float, str)) else got
+        raise ValueError(f"samples must be an integer >= 0, or None, got {got}")
     scopes = [] if is_plain(model) else scopes_of(model)
     batches, places = as_batches(data), own_places(data)
     members = [Member(i, own) for i, own in enumerate(member_scopes(model, scopes))][: 1 if samples == 0 else None]

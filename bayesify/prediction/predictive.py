@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,6 +83,11 @@ class Predictive(Probabilities):
             num_samples=count,
         )
 
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the arrays by name, and how they were made: what `bayesify report` reads from an .npz file."""
+        made = {"num_samples": self.num_samples, "closed_form": self.closed_form, "method": self.method}
+        return super().numpy() | {name: np.array(value) for name, value in made.items()}
+
     @property
     def probs(self) -> Tensor:
         """Averaged probabilities, (N, ..., K)."""
@@ -100,8 +106,13 @@ class Predictive(Probabilities):
     def select(self, threshold: float) -> Tensor:
         """Tell which examples to answer, Booleans (N, ...): those of at least this confidence.
 
-        `metrics.abstain_threshold` finds a threshold that keeps a promise about the error.
+        `metrics.abstain_threshold` finds a threshold that keeps a promise about the error, infinite if none does.
+
+        Raises:
+            ValueError: The threshold is no probability.
         """
+        if not (0 <= threshold <= 1 or threshold == math.inf):
+            raise ValueError(f"threshold must be between 0 and 1, or infinite, got {threshold}; eighty percent is 0.8")
         return self.confidence >= threshold
 
     def tempered(self, temperature: float) -> "Predictive":
@@ -200,7 +211,8 @@ class ClassificationTally(ProbabilityTally):
         if output.dim() < 2 or (output.dim() == 2 and output.shape[1] < 2):
             raise ValueError(
                 f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
-                "give a binary model two outputs, or use task='multilabel' for a yes or no, 'regression' for a number"
+                "give a single example as a batch, x.unsqueeze(0), and a binary model two outputs, or use "
+                "task='multilabel' for a yes or no, 'regression' for a number"
             )
         return classes_last(output)
 

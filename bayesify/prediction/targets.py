@@ -85,11 +85,15 @@ def class_labels(logits: Tensor, target: Any) -> Tensor:
             )
         return labels
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels must be of shape {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}")
+        fix = "; a column of labels needs squeeze(1)" if same_shape(labels.shape, logits.shape[:-1]) else ""
+        raise ValueError(f"labels must be of shape {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}{fix}")
     classes, counted = logits.shape[-1], labels if logits.dim() == 2 else labels[labels != IGNORED]
     low, high = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
     if low < 0 or high >= classes:
-        raise ValueError(f"labels must be in 0..{classes - 1} for {classes} logits, got {low}..{high}")
+        raise ValueError(
+            f"labels must be in 0..{classes - 1} for {classes} logits, got {low}..{high}; number the classes from 0, "
+            "or give the model more outputs"
+        )
     return labels.long()
 
 

@@ -101,7 +101,7 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
     """
     for name, value in (("max_risk", max_risk), ("confidence", confidence)):
         if not 0 < value < 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+            raise ValueError(f"{name} must be between 0 and 1, got {value}; ten percent is 0.1")
     p, y = to_classes(probs, labels)
     top, predicted = p.max(1)
     values, order = top.sort(descending=True, stable=True)

@@ -297,6 +297,7 @@ def before_after(
 
     Raises:
         ValueError: A prediction has no labels.
+        TypeError: `ood` is no pair.
 
     Example:
         >>> from bayesify.prediction.predictive import Predictive
@@ -308,6 +309,10 @@ def before_after(
     flat = [prediction.flat() for prediction in (before, after)]
     if any(prediction.labels is None for prediction in flat):
         raise ValueError("before_after needs labels, and a prediction has none; predict batches of (inputs, labels)")
+    if ood is not None and not (isinstance(ood, (tuple, list)) and len(ood) == 2):
+        raise TypeError(
+            f"ood must be a pair (before, after) of predictions, got {type(ood).__name__}; predict with both"
+        )
     heights = [3.3] if ood is None else [3.3, 2.2]
     figure = new_figure(2 * WIDTH, sum(heights))
     axes = figure.subplots(len(heights), 2, height_ratios=heights, squeeze=False)

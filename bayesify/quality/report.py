@@ -55,7 +55,7 @@ _SCORES = (
     ("NLL", "mean negative log-likelihood, nats", metrics.nll),
     ("Brier score", "squared distance to the one-hot label, 0 to 2", metrics.brier),
     ("ECE, top label", "expected calibration error, 15 bins of the highest probability", metrics.ece),
-    ("MCE, top label", "the largest gap of these bins; without a temperature, that of {worst} examples", metrics.mce),
+    ("MCE, top label", "the largest gap of these bins; in the first column, that of {worst} examples", metrics.mce),
     ("ECE, pooled", "the same over the probabilities of all classes", partial(metrics.ece, kind="pooled")),
     ("MCE, pooled", "the largest gap of these bins", partial(metrics.mce, kind="pooled")),
     ("AURC", "area under the risk-coverage curve, by confidence", metrics.aurc),
@@ -163,11 +163,19 @@ def _temperature(predictive: Any, given: Temperature | float | None) -> tuple[Te
     return fitted, f"T = {float(fitted):.4f} was fitted on these labels (optimistic): fit it on held-out data instead."
 
 
+def _columns(predictive: Any, scaling: Temperature | float | None) -> tuple[str, str]:
+    """Name a prediction as it is, and with a temperature: beside a closed form that is one on the mean's logits."""
+    changed = "" if scaling is None else f"T = {float(scaling):.3f}"
+    closed = getattr(predictive, "closed_form", False)
+    return ("closed form", f"mean, {changed}") if closed else ("T = 1", changed)
+
+
 def _add_scores(page: Page, predictive: Any, scaling: Temperature | float | None) -> None:
     """Tabulate the scores, before and after temperature scaling."""
-    columns = {"T\u00a0=\u00a01": predictive.probs}
+    before, after = _columns(predictive, scaling)
+    columns = {before.replace(" ", "\u00a0"): predictive.probs}
     if scaling is not None:
-        columns[f"T\u00a0=\u00a0{float(scaling):.3f}"] = tempered_probs(predictive.logits, float(scaling))
+        columns[after.replace(" ", "\u00a0")] = tempered_probs(predictive.logits, float(scaling))
     table = metrics.reliability(predictive.probs, predictive.labels)
     worst = int(table.counts[(table.accuracy - table.confidence).abs().nan_to_num(-1.0).argmax()])
     rows = [
@@ -188,10 +196,10 @@ def _add_calibration(page: Page, predictive: Any, scaling: Temperature | float |
     )
     page.section("Temperature scaling").note(remark)
     if scaling is not None:
-        after = tempered_probs(predictive.logits, float(scaling))
+        after, names = tempered_probs(predictive.logits, float(scaling)), _columns(predictive, scaling)
         pictures = [
-            ("Before: T = 1", plots.reliability_diagram(probs, labels)),
-            (f"After: T = {float(scaling):.3f}", plots.reliability_diagram(after, labels)),
+            (f"Before: {names[0]}", plots.reliability_diagram(probs, labels)),
+            (f"After: {names[1]}", plots.reliability_diagram(after, labels)),
         ]
         if isinstance(scaling, Temperature):
             pictures.append(("Likelihood by temperature", plots.temperature_curve(scaling)))

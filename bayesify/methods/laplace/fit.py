@@ -13,7 +13,7 @@ from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPL
 from bayesify.model import ranks
 from bayesify.model.selection import Candidate, Patterns, select
 from bayesify.model.shards import gathered_whole, part_of
-from bayesify.model.wrapping import check_num_data, plain_name, scopes_of
+from bayesify.model.wrapping import check_module, check_num_data, plain_name, scopes_of
 from bayesify.prediction.likelihoods import Classification, Likelihood, Loss, Regression, likelihood_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -135,6 +135,7 @@ def _kept(methods: "dict[LaplacePosterior, Laplace]") -> list[Fitted]:
 def _methods(model: nn.Module) -> dict[LaplacePosterior, Laplace]:
     """Return the posteriors with their options; all must be of method "la"."""
     out = {}
+    check_module(model)
     inside = set(model.modules())
     for scope in scopes_of(model):
         for posterior in scope.posteriors:

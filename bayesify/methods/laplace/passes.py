@@ -1,6 +1,6 @@
 """The pass over the data that sums a model's curvature: batch by batch, and over the processes of a distributed run."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from bayesify.methods.laplace.tuning import Fitted
 from bayesify.model import ranks
 from bayesify.model.evaluating import evaluation
 from bayesify.model.wrapping import mean
-from bayesify.prediction.batches import call_model, device_of, is_one_batch, logits_of, split_batch, to_device
+from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.likelihoods import Likelihood, found_likelihood
 
 TRIAL_EXAMPLES = 2
@@ -59,9 +59,7 @@ class Pass:
         """
         if self.ggn:
             self.generator.manual_seed(noises.global_seed())
-        batches = [loader] if is_one_batch(loader) else loader
-        if not isinstance(batches, Iterable):
-            raise TypeError(f"loader must be an iterable of batches, got {type(loader).__name__}")
+        batches = as_batches(loader)
         # DDP's own forward waits for the other processes, which may have fewer batches.
         inner = self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
         first, checksum = [], 0.0
