@@ -369,7 +369,7 @@ def draw(rows: list[Row], path: Path) -> None:
     left.set_xscale("log")
     left.set_xlabel("processor time of a prediction over a plain one's")
     left.set_ylabel("NLL of the test data")
-    left.legend(fontsize=SMALL, frameon=False)
+    left.legend(fontsize=SMALL, frameon=False, loc="upper right")
     finish(left, None)
     flat = {row.name: row.found.flat() for row in rows}
     plots.risk_coverage({name: metrics.risk_coverage(p.probs, p.labels) for name, p in flat.items()}, ax=right)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import pickle
 import shutil
 from pathlib import Path
 
+import numpy
 import pandas
 import pytest
 import torch
@@ -42,6 +43,8 @@ class Rows(list):
 MISTAKES = {
     "a method by its long name": (
         lambda _: bayesify(network(), "laplace"), "unknown method", "'laplace'", "did you mean 'la'?"),
+    "an ensemble by its name": (
+        lambda _: bayesify(network(), "ensemble"), "unknown method", "'ensemble'", "mix(models), of 'vanilla' ones"),
     "an option by another name": (
         lambda _: bayesify(network(), "vi", prior_sigma=0.1), "unknown option", "'prior_sigma'",
         "did you mean 'prior_sig'?"),
@@ -125,6 +128,11 @@ MISTAKES = {
     "one logit for two classes": (
         lambda _: predict(bayesify(nn.Linear(4, 1), "vi"), X), "at least two logits", "shape (6, 1)",
         "task='multilabel' for a yes or no"),
+    "probabilities out of the model": (
+        lambda _: predict(nn.Sequential(network(), nn.Softmax(1)), X), "look like probabilities", "sum to one",
+        "let the model return logits"),
+    "the prediction for an array": (
+        lambda _: numpy.asarray(prediction()), "is no array", "but several", "pass its .probs"),
     "logits for probabilities": (
         lambda _: metrics.nll(prediction().logits[0], Y), "must lie in [0, 1]", "got values from", "softmax first"),
     "probabilities for logits": (
@@ -172,7 +180,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told_in_one_line_with_the_way_out(mistake, tmp_path):
     call, wrong, got, way_out = MISTAKES[mistake]
-    with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError, UserWarning)) as caught:
         call(tmp_path)
     message = str(caught.value)
     assert all(part in message for part in (wrong, got, way_out)), message

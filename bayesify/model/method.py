@@ -186,6 +186,8 @@ def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]
     elif isinstance(method, str):
         if method not in REGISTRY:
             hint = _closest(ALIASES.get(method.lower(), method.lower()), REGISTRY)
+            if "ensemble" in method.lower():
+                hint = ": an ensemble is mix(models), of 'vanilla' ones"
             raise ValueError(f"unknown method {method!r}{hint}; methods: {sorted(REGISTRY)}")
         cls = REGISTRY[method]
     else:

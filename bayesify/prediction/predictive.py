@@ -1,6 +1,7 @@
 """A classifier's predictive distribution: what the model says, how sure it is, and where the doubt comes from."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -204,6 +205,8 @@ class ClassificationTally(ProbabilityTally):
     def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits with the classes last, and log softmax of them."""
         logits = in_full(self._classes_last(output))
+        if not self.log_sums:
+            _warn_of_probabilities(logits)
         return logits, F.log_softmax(logits.double(), -1)
 
     @staticmethod
@@ -232,3 +235,13 @@ class ClassificationTally(ProbabilityTally):
     def finish(self, num_samples: int, labels: list[Any], *, closed_form: bool = False) -> Predictive:
         """Return the predictive distribution over all batches."""
         return Predictive(**self.averages(num_samples, labels), closed_form=closed_form)
+
+
+def _warn_of_probabilities(logits: Tensor) -> None:
+    """Warn where the first batch is made of rows that sum to one: a model that ends with softmax."""
+    if logits.numel() and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-4).all()):
+        warnings.warn(
+            "the model's outputs look like probabilities, rows from 0 to 1 that sum to one, and softmax is applied to "
+            "them once more; let the model return logits",
+            stacklevel=2,
+        )

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ class Probabilities:
             logits=None if self.logits is None else self.logits[:, index],
             labels=None if self.labels is None else self.labels[index],
         )
+
+    def __array__(self, *about: Any, **more: Any) -> NoReturn:
+        raise TypeError("a prediction is no array but several; pass its .probs, or take them by name from .numpy()")
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the arrays by name."""

@@ -187,7 +187,7 @@ def temperature_curve(temperature: Temperature, *, ax: Axes | None = None, title
     ax.set_xlim(low, high)
     ax.set_xlabel("Temperature T", fontsize=FONT)
     ax.set_ylabel("NLL", fontsize=FONT)
-    ax.legend(fontsize=SMALL, frameon=False)
+    ax.legend(fontsize=SMALL, frameon=False, loc="upper center")  # "best" is slow, and warns on a busy machine
     finish(ax, title)
     return figure_of(ax)
 
@@ -230,7 +230,7 @@ def risk_coverage(
     ax.set(xlim=(0, 1), ylim=(0, 1.15 * top or 1.0))
     ax.set_xlabel("Coverage", fontsize=FONT)
     ax.set_ylabel("Error rate of those kept", fontsize=FONT)
-    ax.legend(fontsize=SMALL, frameon=False)
+    ax.legend(fontsize=SMALL, frameon=False, loc="upper left")  # the curves rise to the right
     finish(ax, title)
     return figure_of(ax)
 
