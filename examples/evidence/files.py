@@ -10,6 +10,7 @@ from .scores import cost, rounded, scored
 
 RESULTS = tasks.ROOT / "docs/results/evidence"
 VERSION = 1
+ONE_PASS = ("mean", "temperature", "tempered mean", "closed")
 
 
 class WrittenError(RuntimeError):
@@ -35,7 +36,7 @@ def result_of(task, outcome, parts):
     plain, timed = partial(predict, task.model().eval()), task.held_out.batches()[:2]
     found = {}
     for kind, way in outcome.predictions.items():
-        found[kind] = scored(way, parts, cost(way, plain, timed, kind in ("mean", "temperature", "closed")))
+        found[kind] = scored(way, parts, cost(way, plain, timed, kind in ONE_PASS))
     kept = {"train_seconds": outcome.seconds, "first_loss": outcome.first_loss, "bytes": outcome.bytes}
     return {"version": VERSION, **rounded(kept), "notes": rounded(outcome.notes), "predictions": found}
 

@@ -113,12 +113,14 @@ TEXT = f"""# Evidence
 
 Every method at its defaults (`bayesify(model, method)`, nothing chosen) beside what it must beat: a plain network with
 temperature scaling, and an ensemble of five. A fifth of the training data is held out of every run; temperatures,
-`calibrate`'s factor and the last layer's prior are found on it. The test data is read once per run, by one function,
-after training; settings for the rows with a chosen setting come from validation data of seeds that are
-not reported. The library's own defaults were chosen on validation data too: for MNIST and the sentences it is apart
+`calibrate`'s factor and the last layer's prior are found on it. "Mean" is the plain model that `unbayesify` makes of a
+posterior, "tempered" is with a temperature as plain training has it. The test data is read once per run, by one
+function, after training; settings for the rows with a chosen setting come from validation data of seeds that are not
+reported. The library's own defaults were chosen on validation data too: for MNIST and the sentences it is apart
 from the test data, while splits of the digits and the photos come from one small set and overlap. Test scores of
 earlier defaults were known when the present ones (the pull, the tolerance, SGLD's weights, IVON's curvature) were
-sought, and showed where to look; so were those of the default rows when `pull` joined the grids of the chosen settings.
+sought, and showed where to look; so were those of the default rows when `pull` joined the grids of the chosen settings,
+and when the tempered ways to predict joined the table, in which nothing is chosen.
 Written by `python -m examples.evidence` from `docs/results/evidence`.
 
 Differences are paired by seed, with standard errors; "lower in" counts seeds, with a two-sided sign test. The ECE is

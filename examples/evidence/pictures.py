@@ -26,7 +26,15 @@ COLORS = {  # told apart also where they are small
     "ivon_point": "#8c564b",
     "swag": "#bcbd22",
 }
-MARKS = {"mean": "o", "temperature": "s", "samples": "^", "calibrated": "v", "closed": "D"}
+MARKS = {
+    "mean": "o",
+    "temperature": "s",
+    "tempered mean": "P",
+    "samples": "^",
+    "tempered samples": "X",
+    "calibrated": "v",
+    "closed": "D",
+}
 LEGEND = {"fontsize": 6, "title_fontsize": 6, "alignment": "left", "frameon": False}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from bayesify import bayesify, calibrate, fit_laplace, metrics, mix, named_posteriors, predict
+from bayesify import bayesify, calibrate, fit_laplace, metrics, mix, named_posteriors, predict, unbayesify
 from bayesify.model.posteriors import Posterior
 from bayesify.prediction.predictive import Predictive
 
@@ -81,8 +81,13 @@ def ensemble(task):
     return Outcome(seconds, members[0].first_loss, plain_size, kinds, {"temperature": value})
 
 
+def mean_of(model):
+    """Return the prediction of the posterior mean, by the plain model that `unbayesify` makes of it."""
+    return partial(predict, unbayesify(copy.deepcopy(model)))
+
+
 def method(task, *, name, lr=1.0, epochs=1.0, **options):
-    """One of bayesify's methods: its mean, its samples, and its samples after `calibrate`."""
+    """One of bayesify's methods: its mean and its samples, both also with a temperature, and after `calibrate`."""
     model, first, seconds = training.train(task, name, lr=lr, epochs=epochs, options=options)
     notes = {}
     if name in ("vi", "ivon"):
@@ -93,18 +98,17 @@ def method(task, *, name, lr=1.0, epochs=1.0, **options):
     notes["calibrate_seconds"] = time.process_time() - begin
     notes["factor"] = next(q.calibration for _, q in named_posteriors(wide))
     draws = {"samples": SAMPLES, "seed": task.seed}
-    kinds = {
-        "mean": partial(predict, model, samples=0),
-        "samples": partial(predict, model, **draws),
-        "calibrated": partial(predict, wide, **draws),
-    }
+    kinds = {"mean": mean_of(model), "samples": partial(predict, model, **draws)}
+    for kind in ("mean", "samples"):
+        kinds[f"tempered {kind}"], notes[f"temperature_{kind}"] = with_temperature(kinds[kind], held_out)
+    kinds["calibrated"] = partial(predict, wide, **draws)
     return Outcome(seconds, first, size(model), kinds, notes)
 
 
 def ivon_point(task, **setting):
     """Train by IVON's step and prior without its spread: how much of its gain is the schedule's."""
     model, first, seconds = training.train(task, "ivon", point=True, **setting)
-    return Outcome(seconds, first, size(model), {"mean": partial(predict, model, samples=0)})
+    return Outcome(seconds, first, size(model), {"mean": mean_of(model)})
 
 
 def last_layer(task, *, tune):

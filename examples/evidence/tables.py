@@ -40,8 +40,13 @@ class Table:
         self.rows = rows
 
     def kinds(self, row):
-        """Return a row's ways to predict."""
-        return list(next(iter(self.rows[row].values()))["predictions"])
+        """Return a row's ways to predict that all of its seeds have."""
+        first, *others = (result["predictions"] for result in self.rows[row].values())
+        return [kind for kind in first if all(kind in other for other in others)]
+
+    def has(self, way):
+        """Tell whether there is such a row, and such a way to predict."""
+        return way[0] in self.rows and way[1] in self.kinds(way[0])
 
     def values(self, row, kind, score):
         """Return a score of all seeds that have it."""
