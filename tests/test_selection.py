@@ -171,6 +171,7 @@ Act.__name__ = "BatchNormAct2d"
     ("module", "neutral"),
     [
         (nn.LayerNorm(4), 1.0),
+        (nn.LayerNorm([2, 3]), 1.0),
         (nn.BatchNorm2d(4), 1.0),
         (nn.GroupNorm(2, 4), 1.0),
         (nn.InstanceNorm1d(4, affine=True), 1.0),

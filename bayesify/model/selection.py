@@ -70,11 +70,11 @@ class Candidate:
     def neutral(self) -> float:
         """What a "zero" prior mean is: 0, but 1 for the scale of a normalization."""
         module, attribute = self.places[0]
+        if isinstance(module, TORCH_NORMS):
+            return float(attribute == "weight")
         is_norm = "norm" in type(module).__name__.lower() and attribute in ("weight", "gamma", "scale")
-        if not is_norm or self.param.dim() != 1:
-            return 0.0
         # Some norms multiply by (1 + weight) and start at zero; torch's own never do, whatever they start at.
-        return 1.0 if isinstance(module, TORCH_NORMS) or bool(self.param.detach().any()) else 0.0
+        return float(is_norm and self.param.dim() == 1 and bool(self.param.detach().any()))
 
 
 def candidates(model: nn.Module) -> list[Candidate]:

@@ -11,8 +11,8 @@ MUTANTS = [
         ("bias anywhere in a name", 'own.endswith("_bias")', '"bias" in own', "what_a_bias"),
         (
             "zero for the scale of a norm",
-            "return 1.0 if isinstance(module, TORCH_NORMS)",
-            "return 0.0 if isinstance(module, TORCH_NORMS)",
+            'return float(attribute == "weight")',
+            "return 0.0",
             "neutral",
         ),
         ("exclude does nothing", "id(candidate) in excluded", "False", "include_and"),
