@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from bayesify import (
     SGLD,
@@ -54,6 +55,20 @@ FITTED = [("vi", {"init_sig": 0.02, "natural": False}), ("mc_dropout", {"p_drop"
 
 @pytest.mark.filterwarnings("ignore:the spread of")
 @pytest.mark.parametrize(("method", "options"), FITTED)
+@pytest.mark.parametrize("labelled", [True, False])
+def test_data_in_another_order_each_time_is_judged_as_in_one(labelled):
+    data = TensorDataset(X[40:], Y[40:]) if labelled else X[40:]
+    factors = []
+    for order in ({"shuffle": False}, {"shuffle": True, "generator": torch.Generator().manual_seed(0)}):
+        model = bayesify(nn.Linear(4, 2), "vi", prior_sig=1.0, init_sig=0.1)
+        with torch.no_grad():
+            for name, q in named_posteriors(model):
+                q.original.copy_(torch.tensor([[4.0], [-4.0]]) * torch.eye(4)[0] if name == "weight" else 0.0)
+        calibrate(model, DataLoader(data, batch_size=5, **order), progress=False)
+        factors.append(next(q.calibration for _, q in named_posteriors(model)))
+    assert factors[0] == factors[1] > 1
+
+
 def test_the_factor_has_the_lowest_nll_of_all_that_were_tried(method, options):
     model = trained(method, **options)
     held_out = [(X[40:], Y[40:])]

@@ -8,7 +8,7 @@ files.
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +20,10 @@ from bayesify.model.mixture import member_count
 from bayesify.model.posteriors import Posterior
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import check_module, scopes_of
-from bayesify.prediction.batches import is_one_batch
+from bayesify.prediction.batches import as_batches
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
-from bayesify.prediction.predicting import predict
+from bayesify.prediction.parts import own_places
+from bayesify.prediction.predicting import predict, rereadable
 from bayesify.quality.temperature import TemperatureError, fit_temperature
 
 logger = logging.getLogger("bayesify")
@@ -55,6 +56,7 @@ def calibrate(
     Args:
         model: A bayesified model that can be sampled, or a module that contains one.
         data: Batches that training has not seen: a held-out part of the training data, with labels if there are any.
+            What comes in another order each time, or once only, is kept in memory.
         target: The tolerance in nats for data whose labels are absent or not to be used; 0.1 by default.
         samples: How many posterior samples each candidate is judged by.
         likelihood: What the labels are, as in `fit_laplace`; None finds it, where outputs and labels leave no choice.
@@ -85,7 +87,9 @@ def calibrate(
         raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer say more about themselves")
     given = likelihood_of(likelihood)
     before = [p.calibration for p in posteriors]
-    data = [data] if is_one_batch(data) else list(data) if isinstance(data, Iterator) else data
+    data = as_batches(data)
+    if not rereadable(data) and own_places(data) is None:
+        data = list(data)  # all candidates are compared with the labels, and the mean's outputs, of one reading
     try:
         with tqdm(desc="calibrate", unit="candidate", disable=not progress) as bar:
             trial = Trial(model, posteriors, data, samples, bar.update, copy.copy(given))

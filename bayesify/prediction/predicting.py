@@ -144,7 +144,7 @@ def predict(
     scopes = [] if is_plain(model) else scopes_of(model)
     batches, places = as_batches(data), own_places(data)
     members = [Member(i, own) for i, own in enumerate(member_scopes(model, scopes))][: 1 if samples == 0 else None]
-    if (len(members) > 1 or update_bn is not None) and not _rereadable(batches):
+    if (len(members) > 1 or update_bn is not None) and not rereadable(batches):
         batches = list(batches)  # the members take their turns on the same data
     if update_bn is None:
         warn_where_stale(model, scopes)
@@ -280,7 +280,7 @@ def is_plain(model: nn.Module) -> bool:
     return not any(isinstance(module, Posterior) for module in model.modules())
 
 
-def _rereadable(batches: Iterable[Any]) -> bool:
+def rereadable(batches: Iterable[Any]) -> bool:
     """Tell whether every pass over the data gives the same batches."""
     if isinstance(batches, DataLoader):
         if isinstance(batches.dataset, IterableDataset):
@@ -302,7 +302,7 @@ def _turns(batches: Iterable[Any], modes: list[Mode], memory: Memory | None) -> 
 
     Where a part of the model is computed once per batch, all samples come before the next batch.
     """
-    if memory is None and _rereadable(batches):
+    if memory is None and rereadable(batches):
         for sample, mode in enumerate(modes):
             for i, batch in enumerate(batches):
                 yield sample, i, batch, mode
