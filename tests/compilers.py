@@ -1,13 +1,22 @@
 """Models for the tests of compilers, and what is compared."""
 
+import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from bayesify import bayesify, named_posteriors
 
 METHODS = ("vi", "mc_dropout", "ivon", "la", "sgld", "vanilla")
 DRAWING = ("vi", "mc_dropout", "ivon")  # in train mode
+COMPILED = [  # the marks of a module whose tests compile
+    pytest.mark.skipif(
+        TorchVersion(torch.__version__) < (2, 15),
+        reason="the compilers of older releases cannot trace context variables",
+    ),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 class MLP(nn.Module):

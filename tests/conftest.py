@@ -11,6 +11,14 @@ def _fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_compiler():
+    """Let a test compile as if nothing had been compiled before it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param

@@ -4,22 +4,12 @@ import warnings
 
 import pytest
 import torch
-from compilers import DRAWING, METHODS, MLP, MODELS, X, assert_close, gradients, made, out
+from compilers import COMPILED, DRAWING, METHODS, MLP, MODELS, X, assert_close, gradients, made, out
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.torch_version import TorchVersion
 
 from bayesify import bayesify, mean, penalty, sample
 
-pytestmark = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < (2, 15), reason="the compilers of older releases cannot trace context variables"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = COMPILED
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------

@@ -4,25 +4,15 @@ import copy
 
 import pytest
 import torch
-from compilers import DRAWING, MLP, Stack, X, assert_close, gradients, made
+from compilers import COMPILED, DRAWING, MLP, Stack, X, assert_close, gradients, made
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from bayesify import IVON, bayesify, fit_laplace, mean, mix, named_posteriors, penalty, sample, unbayesify
 
-pytestmark = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < (2, 15), reason="the compilers of older releases cannot trace context variables"
-)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = COMPILED
 
 
 # -- one graph ---------------------------------------------------------------------------------------------------------
