@@ -6,6 +6,8 @@ import pytest
 import torch
 from swags import X, flat, net, thetas, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bayesify import (
     bayesify,
@@ -41,9 +43,10 @@ def walked(count, rank=20):
 
 def drawn_covariance(model):
     """Return the covariance of a draw of all weights: theta - mu is linear in eps1 and eps2."""
-    parts = [p.deviations() for _, p in named_posteriors(model)]
-    own = torch.cat([own.flatten() for own, _ in parts])
-    shared = torch.cat([shared.flatten(1) for _, shared in parts], 1)
+    posteriors = [p for _, p in named_posteriors(model)]
+    own = torch.cat([p._own().flatten() for p in posteriors])
+    units = torch.eye(len(posteriors[0].iterates), dtype=torch.float64)
+    shared = torch.stack([torch.cat([p._together(eps).flatten() for p in posteriors]) for eps in units])
     return torch.diag(own.square()) + shared.T @ shared
 
 
@@ -59,6 +62,30 @@ def test_mean_and_covariance_are_those_of_the_iterates(count, rank):
     torch.testing.assert_close(std, exact.diagonal().sqrt(), rtol=0, atol=1e-12)
     if rank >= count:  # all of them are kept: every weight's variance is that of its iterates
         torch.testing.assert_close(std, iterates.std(0), rtol=0, atol=1e-12)
+
+
+def test_a_draw_makes_nothing_much_larger_than_the_weights():
+    class Largest(TorchDispatchMode):
+        """Knows the most elements that an operation has returned in a tensor of its own."""
+
+        found = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            new = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            own = [t.numel() for t in new if t.untyped_storage().data_ptr() not in given]
+            self.found = max(self.found, *own, 0)
+            return out
+
+    model = bayesify(nn.Linear(128, 128, bias=False), "swag", every=0)
+    for _ in range(9):
+        collect(model)
+    (q,) = (p for _, p in named_posteriors(model))
+    with Largest() as largest:
+        q.draw(q.original.detach(), 3)
+        q.own_std  # noqa: B018
+    assert q.shape.numel() <= largest.found < 2 * q.shape.numel() < q.iterates.numel()
 
 
 def test_draws_have_this_covariance_across_layers_too():

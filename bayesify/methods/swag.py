@@ -202,25 +202,36 @@ class SWAGPosterior(MomentsPosterior):
         """How many iterates there are, for `summary`."""
         return f"{self.collected} iterates" if self.ready else "no spread yet"
 
-    def deviations(self) -> tuple[Tensor, Tensor]:
-        """Return sqrt(diag/2), of the parameter's shape, and D/sqrt(2 (K-1)), (K, ...)."""
-        assert self.average is not None
+    def _own(self) -> Tensor:
+        """Return sqrt(diag/2)."""
         assert self.scatter is not None
+        return self._still((self.scatter / (2 * (self.collected - 1))).sqrt_())
+
+    def _together(self, eps: Tensor) -> Tensor:
+        """Return D eps/sqrt(2 (K-1)), for K numbers.
+
+        One column after the other: D, of K times the parameter's size, is never written out.
+        """
+        assert self.average is not None
         assert self.iterates is not None
-        own = (self.scatter / (2 * (self.collected - 1))).sqrt_()
-        shared = (self.iterates - self.average) / math.sqrt(2 * (len(self.iterates) - 1))
+        total = torch.zeros_like(self.average)
+        for number, iterate in zip(eps / math.sqrt(2 * (len(self.iterates) - 1)), self.iterates, strict=True):
+            total.addcmul_(iterate - self.average, number)
+        return self._still(total)
+
+    def _still(self, spread: Tensor) -> Tensor:
+        """Return a spread without that of the fixed row."""
         if self.fixed_row is not None:
-            own[self.fixed_row] = 0
-            shared[:, self.fixed_row] = 0
-        return own, shared
+            spread[self.fixed_row] = 0
+        return spread
 
     @property
     def own_std(self) -> Tensor:
         """sqrt((diag + sum of D^2 over its columns/(K-1))/2); 0 before the second iterate."""
-        if not self.ready:
+        if not self.ready or self.average is None or self.iterates is None:
             return super().own_std
-        own, shared = self.deviations()
-        return (own.square() + shared.square().sum(0)).sqrt()
+        shared = _squares(self.iterates, self.average) / (2 * (len(self.iterates) - 1))
+        return self._still((self._own().square_() + shared).sqrt_())
 
     def mean_theta(self, original: Tensor) -> Tensor:
         """Return the iterates' mean, or the parameter before there are any; the gradient passes to the parameter."""
@@ -236,10 +247,10 @@ class SWAGPosterior(MomentsPosterior):
         stream = self.stream(seed)
         if not self.ready:
             return torch.zeros(self.shape, dtype=stream.dtype, device=stream.device)
-        own, shared = self.deviations()
-        eps2 = stream._replace(key=SHARED, shape=torch.Size([len(shared)]), dtype=shared.dtype, start=0).normal()
-        together: Tensor = torch.tensordot(eps2, shared, 1)
-        return own * stream.normal() + together
+        assert self.iterates is not None
+        columns, dtype = torch.Size([len(self.iterates)]), self.iterates.dtype
+        eps2 = stream._replace(key=SHARED, shape=columns, dtype=dtype, start=0).normal()
+        return self._own() * stream.normal() + self._together(eps2)
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return mu + noise; its gradient passes to the parameter as it is."""
@@ -283,7 +294,7 @@ class SWAGPosterior(MomentsPosterior):
             before = before[(len(before) - 1) % 2 :: 2] if slower else before
             self.iterates = torch.cat([before, self.iterates])[-kept:]
             self.average = self.iterates.mean(0)
-            self.scatter = (self.iterates - self.average).square_().sum(0)
+            self.scatter = _squares(self.iterates, self.average)
             self.count = torch.full_like(self.count, len(self.iterates))  # type: ignore[arg-type]
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -326,6 +337,15 @@ class SWAGPosterior(MomentsPosterior):
         super().check_state(state)
         if "count" in state and len(state["iterates"]) != min(int(state["count"]), self.rank):
             raise ValueError(f"{len(state['iterates'])} iterates are kept of {int(state['count'])}")
+
+
+def _squares(iterates: Tensor, average: Tensor) -> Tensor:
+    """Return the sum of (x - average)^2 over the iterates x, without an array of all their deviations."""
+    total = torch.zeros_like(average)
+    for iterate in iterates:
+        away = iterate - average
+        total.addcmul_(away, away)
+    return total
 
 
 def collect(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ MUTANTS = [
         ("the newest is overwritten", "self.iterates[(n - 1) % self.rank]", "self.iterates[-1]", "covariance"),
         ("every step from the start on", "since % self.period == 0", "since % 1 == 0", "any_optimizer"),
         ("one iterate is enough", "return self.collected > 1", "return self.collected > 0", "nothing_to_sample"),
-        ("noise on the padding row", "shared[:, self.fixed_row] = 0", "pass", "padding"),
+        ("noise on the padding row", "spread[self.fixed_row] = 0", "pass", "padding"),
     ),
     *of(
         "methods/swag.py",
