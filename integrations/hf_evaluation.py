@@ -1,10 +1,12 @@
 """Average a Trainer's predictions over posterior samples, batch by batch, and score the average.
 
 All the samples see a batch before the next one comes, so that nothing larger than a batch is kept: of each item only
-its score, its confidence and its mutual information.
+its score, its confidence and its mutual information. As in `predict`, a closed form takes the place of samples where
+the posterior of every member has one.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from torch.nn import functional as F
 
 from bayesify import metrics
 from bayesify.model.draws import MEAN, Draw, Mode
-from bayesify.model.mixture import member_count
+from bayesify.model.mixture import member_count, member_scopes
 from bayesify.model.modes import override
+from bayesify.model.quadratics import wide
 from bayesify.model.seeds import draw_seeds
 from bayesify.model.wrapping import scopes_of
+from bayesify.prediction.closed import Call, NotLastError, same_output, watching
+from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.predicting import MOST
 from bayesify.prediction.probabilities import entropy_of
 from bayesify.prediction.targets import IGNORED
@@ -41,34 +46,45 @@ class Average:
         self.entropies: Tensor | None = None
         self.center: Tensor | None = None
         self.squares: Tensor | None = None
+        self.within: Tensor | None = None
 
-    def add(self, output: Any) -> None:
-        """Add the outputs of one sample: a tensor, or a tuple of tensors."""
+    def add(self, output: Any, spread: GaussianLogits | None = None) -> None:
+        """Add the outputs of one sample: a tensor, or a tuple of tensors.
+
+        Args:
+            output: What the model returned.
+            spread: The distribution of the main output around it, where it is the mean of a posterior in closed form.
+        """
         self.count += 1
         for i, tensor in enumerate(_flat(output)):
-            term = self._first(tensor) if i == 0 and tensor.is_floating_point() else tensor
+            term = self._first(tensor, spread) if i == 0 and tensor.is_floating_point() else tensor
             if self.count == 1:
                 self.sums.append(term)
             elif term.is_floating_point():
                 merge = torch.logaddexp if i == 0 and self.kind == "classes" else torch.add
                 self.sums[i] = merge(self.sums[i], term)
 
-    def _first(self, output: Tensor) -> Tensor:
+    def _first(self, output: Tensor, spread: GaussianLogits | None) -> Tensor:
         """Turn the main output into what can be summed over samples."""
         output = output.float()
         if self.kind == "classes":
-            output = F.log_softmax(output, -1)
-            entropy = entropy_of(output)
+            log_probs = F.log_softmax(output, -1) if spread is None else spread.log_probs().float().to(output)
+            entropy = entropy_of(log_probs)
+            if spread is not None:
+                entropy = (entropy - spread.mutual_information().float().to(output)).clamp_min(0)
             self.entropies = entropy if self.entropies is None else self.entropies + entropy
-        elif self.kind == "labels":
-            output = output.sigmoid()
-        else:
-            self._add_square(output)
+            return log_probs
+        if self.kind == "labels":
+            return output.sigmoid()
+        self._add_square(output)
+        if spread is not None:
+            variance = spread.variance().to(wide(output))
+            self.within = variance if self.within is None else self.within + variance
         return output
 
     def _add_square(self, output: Tensor) -> None:
-        """Add to the squared deviations from the running mean (Welford's recurrence, in float64)."""
-        value = output.double()
+        """Add to the squared deviations from the running mean (Welford's recurrence, in float64 where there is one)."""
+        value = output.to(wide(output))
         if self.center is None or self.squares is None:
             self.center, self.squares = value, torch.zeros_like(value)
             return
@@ -88,6 +104,13 @@ class Average:
             return (total - torch.tensor(float(self.count)).log().to(total)).clamp_max(0)
         mean = total / self.count
         return mean.logit(eps=torch.finfo(mean.dtype).eps) if i == 0 and self.kind == "labels" else mean
+
+    def variance(self) -> Tensor:
+        """Return the variance of values: that of the samples, or 1/M sum_m (v_m + (y_m - y)^2) of M closed forms."""
+        assert self.squares is not None
+        if self.within is None:
+            return self.squares / max(self.count - 1, 1)
+        return (self.within + self.squares) / self.count
 
     def mutual_information(self, log_probs: Tensor) -> Tensor:
         """Return the entropy of the average minus the average entropy, item by item."""
@@ -130,26 +153,68 @@ class PinnedSamples:
                 mode.draw.forget()
 
 
+class Means(PinnedSamples):
+    """The posterior mean of every member, in the place of samples: what closed forms are computed from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, 0, 0)
+        self.modes = [MEAN._replace(member=i) for i in range(member_count(model))]
+
+
 class Evaluation:
     """One pass over an evaluation set: the same draws for every batch, and the scores of all items.
 
     Args:
         model: The bayesified model, or what contains it.
-        samples: How many samples; 0 is the posterior mean. So is any number before the posterior can be sampled.
+        samples: How many samples; 0 is the posterior mean. So is any number before the posterior can be sampled. None
+            is a closed form where there is one, else what the method says.
         seed: Which samples.
         shifts: Whether the first label of a sequence has no prediction.
     """
 
     def __init__(self, model: nn.Module, samples: int | None, *, seed: int, shifts: bool) -> None:
-        if samples is None:
-            samples = default_samples(model)
-        self.samples = samples if can_be_sampled(model) else 0
-        self.each_sample = PinnedSamples(model, self.samples, seed)
+        self.forms = closed_forms(model) if samples is None else []
+        wanted = default_samples(model) if samples is None else samples
+        self._drawn = PinnedSamples(model, wanted if can_be_sampled(model) else 0, seed)
+        self.each_sample = Means(model) if self.forms else self._drawn
         self.shifts = shifts
         self.problem = getattr(getattr(model, "config", None), "problem_type", None)
         self.rows: list[Tensor] = []
         self.squared_errors: list[Tensor] = []
         self.variances: list[Tensor] = []
+
+    @property
+    def samples(self) -> int:
+        """How many samples the average is over; 0 for the posterior mean, and for a closed form."""
+        return sum(mode.draw is not None for mode in self.each_sample.modes)
+
+    def watching(self, member: int) -> "AbstractContextManager[list[Call]]":
+        """Note the calls of the layer whose closed form is wanted, where one is."""
+        return watching({"": self.forms[member].head}) if self.forms else nullcontext([])
+
+    def spread(self, member: int, calls: list[Call], output: Any, kind: str) -> GaussianLogits | None:
+        """Return the distribution of the main output in closed form, where one is wanted.
+
+        Raises:
+            NotLastError: There is none: the layer's output is not the model's, or the output is of another kind.
+        """
+        if not self.forms:
+            return None
+        first = next(_flat(output), None)
+        if kind == "labels" or first is None or len(calls) != 1 or not same_output(calls[0].output, first):
+            raise NotLastError
+        found: GaussianLogits = self.forms[member].logits(calls[0].inputs, first)
+        return found
+
+    def take_samples(self) -> None:
+        """Give up the closed form.
+
+        Raises:
+            ValueError: Some batches were evaluated by it.
+        """
+        if self.rows or self.squared_errors:
+            raise ValueError("the model's last layer is not the same for all batches; give samples=, a number of them")
+        self.forms, self.each_sample = [], self._drawn
 
     def kind(self, output: Any, labels: Any) -> str:
         """Tell what the main output is: "classes", "labels" (several at a time) or "values"."""
@@ -190,9 +255,8 @@ class Evaluation:
         value = next(_flat(average.result()))
         if not (labels.is_floating_point() and labels.numel() == value.numel()):
             return None
-        errors = (value - labels.reshape(value.shape)).square().double()
-        variances = average.squares / max(average.count - 1, 1)
-        return torch.stack([x.reshape(len(value), -1).mean(1) for x in (errors, variances)], -1)
+        errors = (value - labels.reshape(value.shape)).square().to(average.squares)
+        return torch.stack([x.reshape(len(value), -1).mean(1) for x in (errors, average.variance())], -1)
 
     def add_values(self, values: Tensor) -> None:
         """Add what `values` gave for a batch."""
@@ -221,6 +285,13 @@ def default_samples(model: nn.Module) -> int:
     """Return the largest `nst` of a model's methods; of a mixture so many for each member, but no more than five."""
     own, members = max(scope.method.nst for scope in scopes_of(model)), member_count(model)
     return own if members == 1 else members * min(max(own, 1), MOST)
+
+
+def closed_forms(model: nn.Module) -> list[Any]:
+    """Return the closed form of every member of a mixture, or of the whole model; none where one of them has none."""
+    members = member_scopes(model, scopes_of(model))
+    forms = [scopes[0].method.closed_form(scopes[0]) if len(scopes) == 1 else None for scopes in members]
+    return [] if None in forms else forms
 
 
 def can_be_sampled(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from bayesify.model.posteriors import Posterior
 from bayesify.model.seeds import is_whole
 from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.batches import logits_of
+from bayesify.prediction.closed import NotLastError
 
 from .hf_evaluation import Average, Evaluation
 from .hf_hub import write_mixture_card
@@ -35,7 +36,8 @@ class BayesTrainerMixin(LossMixin):
         *args: The Trainer's.
         num_data: N of the penalty; by default what the loss averages over: the training examples, or their label
             tokens for language models.
-        samples: Posterior samples of `evaluate` and `predict`; None is the method's `nst`, 0 the posterior mean.
+        samples: Posterior samples of `evaluate` and `predict`; None is a closed form where the posterior has one (a
+            last-layer Laplace), else the method's `nst`; 0 is the posterior mean.
         lr_head: Learning rate of the head.
         lr_sig: Learning rate of the posteriors' own parameters (VI's rho).
         head: The head, as a module of the model or its exact name, or several of them.
@@ -288,7 +290,10 @@ class BayesTrainerMixin(LossMixin):
         ignore_keys: list[str] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Predict one batch: the mean loss of the samples, their averaged output (log-probabilities), the labels."""
+        """Predict one batch: the mean loss of the samples, their averaged output (log-probabilities), the labels.
+
+        Where a closed form takes their place, the loss is the posterior mean's.
+        """
         evaluation = self._evaluation
         if evaluation is None:
             with bayesify.mean(model):
@@ -296,13 +301,11 @@ class BayesTrainerMixin(LossMixin):
                     model, inputs, prediction_loss_only, ignore_keys, **kwargs
                 )
             return step
-        losses, average, labels = [], None, None
-        for _ in evaluation.each_sample:
-            loss, output, labels = super().prediction_step(model, dict(inputs), False, ignore_keys, **kwargs)
-            losses += [] if loss is None else [loss]
-            average = average or Average(evaluation.kind(output, labels))
-            average.add(output)
-        assert average is not None
+        try:
+            losses, average, labels = self._averaged(evaluation, model, inputs, ignore_keys, **kwargs)
+        except NotLastError:
+            evaluation.take_samples()
+            losses, average, labels = self._averaged(evaluation, model, inputs, ignore_keys, **kwargs)
         row = evaluation.score(average, labels)
         if row is not None:
             row = self.accelerator.pad_across_processes(row, dim=1)
@@ -312,6 +315,20 @@ class BayesTrainerMixin(LossMixin):
             evaluation.add_values(self.accelerator.gather_for_metrics(values))
         loss = torch.stack(losses).mean() if losses else None
         return (loss, None, None) if prediction_loss_only else (loss, average.result(), labels)
+
+    def _averaged(
+        self, evaluation: Evaluation, model: nn.Module, inputs: dict[str, Any], ignore_keys: Any, **kwargs: Any
+    ) -> tuple[list[Tensor], Average, Any]:
+        """Return the losses of the samples on one batch, the average of their outputs, and the labels."""
+        losses, average, labels = [], None, None
+        for i in evaluation.each_sample:
+            with evaluation.watching(i) as calls:
+                loss, output, labels = super().prediction_step(model, dict(inputs), False, ignore_keys, **kwargs)
+            losses += [] if loss is None else [loss]
+            average = average or Average(evaluation.kind(output, labels))
+            average.add(output, evaluation.spread(i, calls, output, average.kind))
+        assert average is not None
+        return losses, average, labels
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

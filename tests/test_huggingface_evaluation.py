@@ -9,7 +9,8 @@ from trainers import CASES, arguments, classifier, sentences, together
 from transformers import Trainer
 
 from bayesify import bayesify as make_bayesian
-from bayesify import metrics, penalty, predict
+from bayesify import fit_laplace, metrics, mix, penalty, predict
+from bayesify.integrations.hf_evaluation import Average, Evaluation
 from bayesify.integrations.huggingface import BayesTrainer
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
@@ -28,6 +29,67 @@ def test_evaluation_is_that_of_predict(samples, tmp_path):
     assert found["eval_mutual_information"] == pytest.approx(float(expected.mutual_information.mean()), abs=1e-6)
     assert found["eval_posterior_samples"] == expected.num_samples
     assert math.isfinite(found["eval_loss"])
+
+
+def last_layer(seed=0, **options):
+    torch.manual_seed(seed)
+    model = make_bayesian(classifier(**options), "la", prior_sig=1.0)
+    torch.nn.init.normal_(model.classifier.parametrizations.weight.original)
+    return model
+
+
+def assert_as_predicted(found, expected):
+    assert found["eval_nll"] == pytest.approx(expected.scores["nll"], rel=1e-5)
+    assert found["eval_ece"] == pytest.approx(expected.scores["ece"], rel=1e-4)
+    assert found["eval_mutual_information"] == pytest.approx(float(expected.mutual_information.mean()), rel=1e-3)
+    assert found["eval_posterior_samples"] == expected.num_samples
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_evaluation_takes_the_closed_form_of_a_last_layer(members, tmp_path):
+    data, models = sentences(10), []
+    for seed in range(members):
+        models.append(last_layer(seed))
+        fit_laplace(models[-1], [together(data)], structure="kron", include="classifier.*")
+    model = mix(models) if members > 1 else models[0]
+    args = arguments(tmp_path, per_device_eval_batch_size=4, seed=7)
+    expected = predict(model, [together(data)])
+    assert expected.closed_form
+    assert float(expected.mutual_information.mean()) > 0.01
+    assert_as_predicted(BayesTrainer(model, args, eval_dataset=data).evaluate(), expected)
+    sampled = BayesTrainer(model, args, eval_dataset=data, samples=4).evaluate()
+    assert_as_predicted(sampled, predict(model, [together(data)], 4, seed=7))
+
+
+def test_a_closed_form_of_regression(tmp_path):
+    model = last_layer(num_labels=1)
+    data = [{**row, "labels": row["labels"].float()} for row in sentences(10)]
+    batch = together(data)
+    batch["labels"] = batch["labels"].unsqueeze(-1)
+    fit_laplace(model, [batch], likelihood="regression", include="classifier.*")
+    args = arguments(tmp_path, per_device_eval_batch_size=4)
+    found = BayesTrainer(model, args, eval_dataset=data).evaluate()
+    expected = predict(model, [batch], task="regression")
+    assert expected.closed_form
+    assert found["eval_std"] == pytest.approx(float(expected.epistemic.square().mean().sqrt()), rel=1e-5)
+    assert found["eval_posterior_samples"] == 0
+
+
+def test_without_a_closed_form_a_last_layer_is_sampled(tmp_path):
+    model, data = last_layer(num_labels=3, problem_type="multi_label_classification"), sentences(6)
+    data = [{**row, "labels": torch.tensor([1.0, 0.0, 1.0])} for row in data]
+    fit_laplace(model, [together(data)], likelihood="multilabel", include="classifier.*")
+    trainer = BayesTrainer(model, arguments(tmp_path, seed=7), eval_dataset=data)
+    logits = predict(model, [together(data)], 5, seed=7, task="multilabel").logits
+    found = torch.from_numpy(trainer.predict(data).predictions).sigmoid()
+    torch.testing.assert_close(found, logits.sigmoid().mean(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_the_last_one_now_and_then_is_an_error():
+    evaluation = Evaluation(make_bayesian(torch.nn.Linear(2, 2)), None, seed=0, shifts=False)
+    evaluation.rows.append(torch.zeros(1, 5))
+    with pytest.raises(ValueError, match="not the same for all batches; give samples="):
+        evaluation.take_samples()
 
 
 def test_metrics_of_ones_own_see_the_averaged_log_probabilities(tmp_path):
@@ -108,8 +170,6 @@ def test_loss_is_logged_with_its_parts(tmp_path):
 
 
 def test_the_spread_of_regression_outputs():
-    from bayesify.integrations.hf_evaluation import Average, Evaluation
-
     outputs = [10 + 1e-4 * torch.randn(6, 1, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     average = Average("values")
     for output in outputs:
