@@ -105,6 +105,34 @@ def test_training_and_prediction_make_no_float64_off_the_cpu_and_agree_with_the_
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
+class Split(nn.Module):
+    """A network whose second half lies on another device."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head, self.other = nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 4), other
+
+    def forward(self, words):
+        """Return four outputs."""
+        return self.head(self.words(words).to(self.other))
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "vanilla", "sgld", "la", "swag", "ivon"])
+def test_a_model_on_two_devices_trains_as_on_one(method):
+    found = []
+    for other in ("cpu", NAME):
+        model = bayesify(Split(other), method)
+        model.head.to(other)
+        optimizer = OPTIMIZERS.get(method, lambda m: torch.optim.SGD(param_groups(m, 0.01), lr=0.01))(model)
+        torch.manual_seed(1)
+        trained(model, optimizer, WORDS, LABELS.to(other))
+        found.append({n: q.mean.cpu() for n, q in named_posteriors(model)})
+        found[-1].update({n + ".std": q.std.cpu() for n, q in named_posteriors(model)})
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("samples", [0, 2])
 @pytest.mark.parametrize("task", ["classification", "regression", "heteroscedastic", "multilabel"])

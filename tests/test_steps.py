@@ -163,6 +163,90 @@ def test_writing_to_the_mean_does_not_warn(recwarn):
     assert not recwarn.list
 
 
+# -- gradients that methods change -------------------------------------------------------------------------------------
+
+
+def trained(method: str, make, *, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Return the parameters after a few steps of what `make` returns: a function of the model and a closure."""
+    torch.manual_seed(0)
+    model = bayesify(MLP(), method)
+    step = make(model)
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = (model(X) - 1).square().mean() + penalty(model, 10)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        step(closure)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def one(model):
+    optimizer = torch.optim.SGD(param_groups(model, 0.1), lr=0.1)
+    return lambda closure: (closure(), optimizer.step())
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("method", ["vi", "la"])
+def test_a_closure_gives_the_step_that_its_gradients_would(method: str, by_name: bool):
+    def make(model):
+        optimizer = torch.optim.SGD(param_groups(model, 0.1), lr=0.1)
+        return lambda closure: optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+    torch.testing.assert_close(trained(method, make), trained(method, one), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_optimizers_for_means_and_spreads_do_what_one_does_for_both(order: int):
+    def make(model):
+        optimizers = [torch.optim.SGD([group], lr=0.1) for group in param_groups(model, 0.1)][::order]
+        assert len(optimizers) == 2
+        return lambda closure: (closure(), *(optimizer.step() for optimizer in optimizers))
+
+    torch.testing.assert_close(trained("vi", make), trained("vi", one), rtol=0, atol=0)
+
+
+def test_no_gradient_is_changed_twice():
+    model = bayesify(MLP(), "vi")
+    body, head = (torch.optim.SGD(part.parameters(), lr=0.0) for part in (model.inp, model.out))
+    (model(X).square().mean() + penalty(model, 10)).backward()
+    plain = [p.grad.clone() for p in model.inp.parameters()]
+    body.step()
+    changed = [p.grad.clone() for p in model.inp.parameters()]
+    assert not any(map(torch.equal, plain, changed))
+    head.step()
+    body.step()
+    assert all(torch.equal(p.grad, before) for p, before in zip(model.inp.parameters(), changed, strict=True))
+    (model(X).square().mean() + penalty(model, 10)).backward()  # on top of them
+    added = [p.grad.clone() for p in model.inp.parameters()]
+    body.step()
+    assert not any(torch.equal(p.grad, before) for p, before in zip(model.inp.parameters(), added, strict=True))
+
+
+def test_an_optimizer_inside_of_another_changes_nothing_more():
+    class Around(torch.optim.Optimizer):
+        """Leaves its steps to another optimizer, as those that look ahead or sharpen do."""
+
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            if closure is not None:
+                closure()
+            self.inner.step()
+
+    def make(model, *, given: bool):
+        optimizer = Around(torch.optim.SGD(param_groups(model, 0.1), lr=0.1))
+        return (lambda closure: optimizer.step(closure)) if given else lambda closure: (closure(), optimizer.step())
+
+    for given in (True, False):
+        found = trained("vi", lambda model, given=given: make(model, given=given))
+        torch.testing.assert_close(found, trained("vi", one), rtol=0, atol=0)
+
+
 # -- the forgotten penalty ---------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bayesify.engine import elements, fusion
+from bayesify.model.changed import is_new, mark
 from bayesify.model.shards import part_of
 
 if TYPE_CHECKING:
@@ -32,20 +33,22 @@ LARGEST = 5.0  # the natural gradient's bound; its least value is -1
 @torch.no_grad()
 def natural_gradients(posteriors: Sequence["VIPosterior"]) -> None:
     """Replace the gradients of rho by natural ones, in place, just before an optimizer's step."""
-    ready = [p for p in posteriors if p.penalty_scale and not p.flat and p.rho.grad is not None]
+    ready = [p for p in posteriors if p.penalty_scale and not p.flat and is_new(p.rho.grad)]
     ready = [p for p in ready if p.original.grad is not None]
     if not ready:
         return
-    sums = torch.stack([torch.stack(_observed(part_of(p))) for p in ready])
+    observed = [torch.stack(_observed(part_of(p))) for p in ready]
+    sums = torch.stack([o.to(observed[0]) for o in observed])  # a model may lie on several devices
     if ready[0].layout is not None:
         sums = ready[0].layout.summed(sums)
     for posterior, (cost, power) in zip(ready, sums, strict=True):
-        posterior.cost.lerp_(cost.to(posterior.cost.dtype), MEMORY)
-        posterior.power.lerp_(power.to(posterior.power.dtype), MEMORY)
+        posterior.cost.lerp_(cost.to(posterior.cost), MEMORY)
+        posterior.power.lerp_(power.to(posterior.power), MEMORY)
     total = sum(float(p.power) for p in ready)
     scale = max(sum(float(p.cost) for p in ready), 0.0) / total if total > 0 else 0.0
     for posterior in ready:
         _replace(part_of(posterior), scale)
+        mark(posterior.rho.grad)
 
 
 class Terms(NamedTuple):

@@ -80,7 +80,12 @@ class Method:
         return 0.0
 
     def before_step(self, posteriors: Sequence[Posterior]) -> None:
-        """Do what has to be done with the gradients just before an optimizer's step."""
+        """Do what has to be done with the gradients that an optimizer's step is about to use.
+
+        Args:
+            posteriors: Those of a model that the optimizer moves. A gradient may come here twice, where an optimizer
+                calls another: `bayesify.model.changed` knows.
+        """
 
     def after_step(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> None:
         """Take note of an optimizer's step.

@@ -14,14 +14,14 @@ penalty, which has a closed form, is without it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from bayesify.engine import elements, fusion
+from bayesify.model.changed import is_new, mark
 from bayesify.model.quadratics import PULLS, by_center, deviation, wide
 from bayesify.model.shards import part_of
 
@@ -35,13 +35,17 @@ NEAREST = 1e-6  # of the mean squared relative distance: closer by, the pull is 
 
 
 @torch.no_grad()
-def pull(scope: "Scope", optimizer: Optimizer) -> None:
-    """Add the pull to the gradients that an optimizer is about to use, in place."""
+def pull(scope: "Scope", own: Collection[int]) -> None:
+    """Add the pull to the gradients that an optimizer is about to use, in place.
+
+    Args:
+        scope: The model's.
+        own: The ids of the optimizer's parameters.
+    """
     strength = scope.method.pull_strength
     if not strength or not scope.penalty_scale:
         return
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    ready = [p for p in scope.posteriors if not p.flat and p.original.grad is not None and id(p.original) in own]
+    ready = [p for p in scope.posteriors if not p.flat and is_new(p.original.grad) and id(p.original) in own]
     if not ready:
         return
     observed = [_observed(part_of(p)) for p in ready]
@@ -58,6 +62,7 @@ def pull(scope: "Scope", optimizer: Optimizer) -> None:
     for posterior in ready:
         posterior.gain, posterior.most_gain = gain, most
         _add(part_of(posterior), force / posterior.prior_sig**2)
+        mark(posterior.original.grad)
 
 
 def _observed(posterior: "Posterior") -> Tensor:

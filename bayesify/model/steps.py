@@ -1,9 +1,12 @@
 """What the steps of optimizers tell: mistakes that would stay silent, since a model cannot see who moves its weights.
 
 Torch calls us before and after every step of every optimizer. Most is looked at once, in an optimizer's first steps.
+What the methods do to gradients is done to each of them once, whoever moves what, as soon as the step has it: a closure
+(LBFGS, Lightning) computes the gradients inside the step.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -34,9 +37,7 @@ class Seen:
         own = _ids(optimizer)
         self.steps = 0
         self.held: list[Any] = []
-        self.scopes: WeakSet[Scope] = WeakSet(
-            scope for scope in list(_scopes) if any(id(p.original) in own for p in scope.posteriors)
-        )
+        self.scopes: WeakSet[Scope] = WeakSet(scope for scope in list(_scopes) if _moved(scope, own))
 
 
 def watch(scope: "Scope") -> None:
@@ -47,8 +48,8 @@ def watch(scope: "Scope") -> None:
         _hooks.append(register_optimizer_step_post_hook(_after))
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Look at an optimizer that is about to make a step."""
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Look at an optimizer that is about to make a step; return arguments with a closure that looks at gradients."""
     if optimizer not in _seen:
         _seen[optimizer] = Seen(optimizer)
     seen = _seen[optimizer]
@@ -64,9 +65,34 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _warn_of_missing(scope, optimizer)
         if not scope.warned:
             _count(scope)
-        scope.method.before_step(scope.posteriors)
-        pull(scope, optimizer)
     _hold_rates(optimizer, seen)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        _change_gradients(optimizer, seen)
+        return None
+    watched = _watched(closure, optimizer, seen)
+    return (args, {**kwargs, "closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+
+
+def _watched(closure: Callable[[], Any], optimizer: Optimizer, seen: Seen) -> Callable[[], Any]:
+    """Return a closure whose gradients are those that the methods want."""
+
+    def evaluate() -> Any:
+        loss = closure()
+        for scope in seen.scopes:
+            scope.sharded = follow(scope.posteriors)
+        _change_gradients(optimizer, seen)
+        return loss
+
+    return evaluate
+
+
+def _change_gradients(optimizer: Optimizer, seen: Seen) -> None:
+    """Let the methods change the gradients that an optimizer is about to use."""
+    own = _ids(optimizer)
+    for scope in seen.scopes:
+        scope.method.before_step(_moved(scope, own))
+        pull(scope, own)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -113,6 +139,11 @@ def _release_rates(seen: Seen) -> None:
 
 def _ids(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _moved(scope: "Scope", own: set[int]) -> list[Any]:
+    """Return the posteriors whose mean or spread is among an optimizer's parameters."""
+    return [p for p in scope.posteriors if id(p.original) in own or any(id(q) in own for q in p.learnable())]
 
 
 def _check_training(scope: "Scope") -> None:
