@@ -212,6 +212,10 @@ def test_the_padding_row_stays_without_noise():
     (q,) = (q for _, q in named_posteriors(model))
     assert not q.std[2].any()
     assert q.std[[0, 1, 3, 4]].all()
+    before = q.std.clone()
+    IVON(model, 0.1, num_data=50)  # more data, with which training goes on from the same spread
+    assert q.h.isfinite().all()
+    torch.testing.assert_close(q.std, before)
 
 
 @pytest.mark.parametrize(

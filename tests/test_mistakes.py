@@ -71,7 +71,7 @@ MISTAKES = {
     "the head's rate without a head": (
         lambda _: param_groups(vi(), 0.1, lr_head=1.0), "lr_head needs head=", "lr_head", "the module that it is for"),
     "the sampler on another method": (
-        lambda _: SGLD(vi(), 0.1, num_data=6), "SGLD samples models of method 'sgld'", "this one is 'vi'",
+        lambda _: SGLD(vi(), 0.1, num_data=6), "SGLD trains models of method 'sgld'", "this one is 'vi'",
         "bayesify(model, 'sgld')"),
     "samples before the fit": (
         lambda _: predict(bayesify(network(), "la"), X), "cannot be sampled yet", "has not been fitted",

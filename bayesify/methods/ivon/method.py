@@ -79,9 +79,9 @@ class IVONPosterior(Posterior):
         """Take over lambda, and the curvature that the present spread stands for: h = 1/(lambda s^2) - delta."""
         if self.h is not None and self.strength == strength:
             return  # a run that goes on
-        s = self.own_std if self.fixed_row is None or self.h is not None else None
+        s = self.spread()  # also of a fixed row, whose standard deviation is 0
         self.strength = strength
-        if s is None or self.h is None:
+        if self.h is None:
             value = max(1 / (strength * self.init_sig**2) - self.delta, 0.0)
             self.h = torch.full(self.shape, value, dtype=state_dtype(self.original), device=self.original.device)
         else:

@@ -1,8 +1,8 @@
 """The optimizer of method "ivon": one theta per step, a curvature per weight, and the prior in the step."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +11,18 @@ from bayesify.engine import elements, fusion
 from bayesify.engine import noise as noises
 from bayesify.methods.ivon.method import IVONPosterior
 from bayesify.methods.natural import MEMORY
+from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
 from bayesify.model.draws import Draw
 from bayesify.model.quadratics import by_center, wide
 from bayesify.model.scopes import Scope
 from bayesify.model.seeds import shared_seed
 from bayesify.model.shards import on_shard, part, part_of
-from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
+from bayesify.model.wrapping import check_num_data, scopes_of
 
-RUN = "run"
 WARM = 10  # steps before the curvature moves, over which lr grows
 
 
-class IVON(torch.optim.Optimizer):
+class IVON(MethodOptimizer):
     """The optimizer of method "ivon".
 
     With g^ the gradient at theta = m + s eps, t the step and h^ = g^ (theta - m)/s^2 = g^ eps/s:
@@ -61,6 +61,8 @@ class IVON(torch.optim.Optimizer):
         torch.Size([8, 1])
     """
 
+    run_key = "run"
+
     def __init__(
         self,
         model: nn.Module,
@@ -78,7 +80,7 @@ class IVON(torch.optim.Optimizer):
             raise ValueError(f"clip must be a positive number or None, got {clip!r}")
         if not isinstance(lr, (list, tuple)) and not (isinstance(lr, (int, float)) and 0 < lr < math.inf):
             raise ValueError(f"lr must be a positive number or groups of param_groups, got {lr!r}")
-        self._own = list(_posteriors(model))
+        self._own = [(p, scope) for p, scope, _ in posteriors_for("IVON", model, IVONPosterior, "ivon")]
         self._scopes = scopes_of(model)
         groups = list(lr) if isinstance(lr, (list, tuple)) else [{"params": list(model.parameters()), "lr": lr}]
         super().__init__(groups, {"lr": 0.0, "beta": first})
@@ -86,41 +88,22 @@ class IVON(torch.optim.Optimizer):
         for posterior, scope in self._own:
             with torch.no_grad(), on_shard(posterior) as own:
                 own.begin(1 / scope.method.scale(num_data))
-        run = {"seed": shared_seed(), "step": 0, "cost": 0.0, "power": 0.0}
-        # In a group, and not in the state: distributed checkpoints take the state's keys for parameters.
-        self.param_groups[0][RUN] = run
+        self.run = {"seed": shared_seed(), "step": 0, "cost": 0.0, "power": 0.0}
         self._announce()
 
     def _announce(self) -> None:
         """Tell the models which theta the next step is taken at."""
-        run: dict[str, Any] = self.param_groups[0][RUN]
         for i, scope in enumerate(self._scopes):
-            scope.step_draw = Draw((noises.mix(run["seed"], i) + run["step"]) % 2**63)
+            scope.step_draw = Draw((noises.mix(self.run["seed"], i) + self.run["step"]) % 2**63)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a run: its seed, its step and its momentum."""
-        if RUN not in state_dict["param_groups"][0]:
-            raise ValueError("this is not the state of an IVON run; give what IVON.state_dict() returned")
         super().load_state_dict(state_dict)
         self._announce()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move the posterior by one step.
-
-        Args:
-            closure: Computes the loss and its gradients again, and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        before: dict[str, Any] = self.param_groups[0][RUN]
-        run: dict[str, Any] = {**before, "step": before["step"] + 1}
+    def advance(self) -> None:
+        """Move the posterior by one step."""
+        run: dict[str, Any] = {**self.run, "step": self.run["step"] + 1}
         own = {id(p.original): (p, scope) for p, scope in self._own}
         if self.second is None:
             self._look(run)
@@ -131,9 +114,8 @@ class IVON(torch.optim.Optimizer):
                 if param.grad is not None:
                     moved = {**group, "lr": group["lr"] * warm}
                     self._move(param, moved, run, *own.get(id(param), (None, None)))
-        self.param_groups[0][RUN] = run
+        self.run = run
         self._announce()
-        return loss
 
     def _look(self, run: dict[str, Any]) -> None:
         """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
@@ -246,19 +228,6 @@ def _move_element(center: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MOVES = by_center(_move_element)
-
-
-def _posteriors(model: nn.Module) -> Iterator[tuple[IVONPosterior, Scope]]:
-    """Yield the posteriors of a model with their scopes, all of which must be of method "ivon"."""
-    scopes = {id(scope): scope for scope in scopes_of(model)}
-    for _, posterior in named_posteriors(model):
-        scope = scopes[id(posterior.reader)]
-        if not isinstance(posterior, IVONPosterior):
-            raise ValueError(
-                f"IVON trains models of method 'ivon', this one is {scope.method.name!r}; "
-                "bayesify(model, 'ivon'), or train it with an optimizer of torch.optim"
-            )
-        yield posterior, scope
 
 
 def _over_shards(posterior: IVONPosterior, *sums: float) -> list[float]:

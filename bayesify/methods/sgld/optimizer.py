@@ -6,22 +6,21 @@ never stopped.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, overload
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesify.engine import fusion
 from bayesify.engine import noise as noises
+from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
 from bayesify.methods.sgld import method as sgld
 from bayesify.model.scopes import Scope
 from bayesify.model.seeds import shared_seed
 from bayesify.model.shards import on_shard, part, part_of
 from bayesify.model.stored import LOW_PRECISION
-from bayesify.model.wrapping import check_num_data, named_posteriors, scopes_of
-
-CHAIN = "chain"
+from bayesify.model.wrapping import check_num_data
 
 
 class Chained(NamedTuple):
@@ -38,7 +37,7 @@ class Chained(NamedTuple):
         return self.home.method
 
 
-class SGLD(torch.optim.Optimizer):
+class SGLD(MethodOptimizer):
     """Stochastic gradient Langevin dynamics; with momentum, stochastic gradient Hamiltonian Monte Carlo.
 
     v <- mu v - lr g + nd sqrt(2 lr (1-mu)/(N Ninflate)) xi;  theta <- theta + v,  xi ~ N(0, 1),
@@ -69,6 +68,8 @@ class SGLD(torch.optim.Optimizer):
         torch.Size([8, 1])
     """
 
+    run_key = "chain"
+
     def __init__(
         self, model: nn.Module, lr: float | list[dict[str, Any]], *, num_data: float, momentum: float = 0.0
     ) -> None:
@@ -82,8 +83,7 @@ class SGLD(torch.optim.Optimizer):
         else:
             groups, defaults = [{"params": list(model.parameters())}], {"lr": lr, "momentum": momentum}
         super().__init__(groups, defaults)
-        # In a group, and not in the state: distributed checkpoints take the state's keys for parameters.
-        self.param_groups[0][CHAIN] = {"seed": shared_seed(), "step": 0}
+        self.run = {"seed": shared_seed(), "step": 0}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after a look at its numbers."""
@@ -96,29 +96,9 @@ class SGLD(torch.optim.Optimizer):
             raise ValueError("SGLD takes no weight_decay: the prior enters through bayesify.penalty alone")
         super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a chain: its seed, its step and its momentum."""
-        if CHAIN not in state_dict["param_groups"][0]:
-            raise ValueError("this is not the state of an SGLD chain; give what SGLD.state_dict() returned")
-        super().load_state_dict(state_dict)
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move the chain by one step, and collect its state where the method says so.
-
-        Args:
-            closure: Computes the loss and its gradients again, and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        before: dict[str, int] = self.param_groups[0][CHAIN]
-        chain = self.param_groups[0][CHAIN] = {**before, "step": before["step"] + 1}
+    def advance(self) -> None:
+        """Move the chain by one step, and collect its state where the method says so."""
+        chain = self.run = {**self.run, "step": self.run["step"] + 1}
         sampled = {id(s.posterior.original): s for s in self._sampled}
         moves = [
             self._move(param, group["lr"], group["momentum"], sampled.get(id(param)), chain)
@@ -132,7 +112,6 @@ class SGLD(torch.optim.Optimizer):
             if found.method.collects(chain["step"]):
                 with on_shard(found.posterior) as own:
                     own.collect()
-        return loss
 
     def _move(self, param: Tensor, lr: float, mu: float, found: Chained | None, chain: dict[str, int]) -> "Move":
         """Gather what one parameter's step needs."""
@@ -228,14 +207,7 @@ def _step_without_momentum(i: Any, xi: Any, ins: Any, outs: Any, par: Any) -> No
 
 def _sampled(model: nn.Module) -> Iterator[Chained]:
     """Yield the posteriors of a model, all of which must be of method "sgld"."""
-    scopes = scopes_of(model)
-    for _, posterior in named_posteriors(model):
-        number, scope = next((i, s) for i, s in enumerate(scopes) if s is posterior.reader)
-        if not isinstance(posterior, sgld.SGLDPosterior) or not isinstance(scope.method, sgld.SGLD):
-            raise ValueError(
-                f"SGLD samples models of method 'sgld', this one is {scope.method.name!r}; "
-                "bayesify(model, 'sgld'), or train it with an optimizer of torch.optim"
-            )
+    for posterior, scope, number in posteriors_for("SGLD", model, sgld.SGLDPosterior, "sgld"):
         if posterior.original.dtype in LOW_PRECISION:
             warnings.warn(
                 f"{posterior.name!r} is {posterior.original.dtype}, in which SGLD's small steps round to nothing; "

@@ -1,0 +1,82 @@
+"""What the optimizers of this library share: whose posteriors they move, their step, and the run in their state."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar, overload
+
+import torch
+from torch import nn
+
+from bayesify.model.posteriors import Posterior
+from bayesify.model.scopes import Scope
+from bayesify.model.wrapping import named_posteriors, scopes_of
+
+P = TypeVar("P", bound=Posterior)
+
+
+class MethodOptimizer(torch.optim.Optimizer):
+    """An optimizer that belongs to a method. A subclass gives `advance`, which moves everything by one step.
+
+    What it knows of its run is in the first group, and not in the state: distributed checkpoints take the state's keys
+    for parameters.
+    """
+
+    run_key: ClassVar[str]
+    """Where the run lies in the first group, which is also what an error calls it."""
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What goes into the state dict beside the parameters' own: a seed, the number of steps."""
+        found: dict[str, Any] = self.param_groups[0][self.run_key]
+        return found
+
+    @run.setter
+    def run(self, run: dict[str, Any]) -> None:
+        self.param_groups[0][self.run_key] = run
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a run: its seed, its step and its momentum."""
+        if self.run_key not in state_dict["param_groups"][0]:
+            name = type(self).__name__
+            raise ValueError(
+                f"this is not the state of an {name} {self.run_key}; give what {name}.state_dict() returned"
+            )
+        super().load_state_dict(state_dict)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Make one step.
+
+        Args:
+            closure: Computes the loss and its gradients again, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.advance()
+        return loss
+
+    def advance(self) -> None:
+        """Move everything by one step, by the gradients that are there."""
+        raise NotImplementedError
+
+
+def posteriors_for(optimizer: str, model: nn.Module, kind: type[P], method: str) -> Iterator[tuple[P, Scope, int]]:
+    """Yield a model's posteriors, each with its scope and the scope's number.
+
+    Raises:
+        ValueError: One is of another method than the optimizer's.
+    """
+    numbers = {id(scope): (scope, i) for i, scope in enumerate(scopes_of(model))}
+    for _, posterior in named_posteriors(model):
+        scope, number = numbers[id(posterior.reader)]
+        if not isinstance(posterior, kind):
+            raise ValueError(
+                f"{optimizer} trains models of method {method!r}, this one is {scope.method.name!r}; "
+                f"bayesify(model, {method!r}), or train it with an optimizer of torch.optim"
+            )
+        yield posterior, scope, number
