@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bayesify.engine.noise import name_key
 from bayesify.model.method import Tempered
-from bayesify.model.moments import MomentsPosterior
+from bayesify.model.moments import CollectedPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
 from bayesify.model.shards import on_shard, part
 from bayesify.model.wrapping import named_posteriors, scopes_of
@@ -157,23 +157,19 @@ class SWAG(Tempered):
                 posterior.check_ready()
 
 
-class SWAGPosterior(MomentsPosterior):
+class SWAGPosterior(CollectedPosterior):
     """N(mu, (diag + D D^T/(K-1))/2) of the collected iterates; the parameter before there are any.
 
-    Tensors: `count`, how many were collected; `average`, their mean; `scatter`, the sum of their squared deviations
-    from it; `iterates`, the last K of them, (K, ...).
+    The tensor `iterates`, (K, ...), has the last K of them.
     """
 
-    moments = ("count", "average", "scatter", "iterates")
+    moments = (*CollectedPosterior.moments, "iterates")
     results = ("steps",)
     missing = (
         "SWAG needs two iterates; train first (beyond start + 2 * every steps where these were given), or call "
         "bayesify.methods.swag.collect(model) now and then"
     )
 
-    count: Tensor | None
-    average: Tensor | None
-    scatter: Tensor | None
     iterates: Tensor | None
     steps: int = 0
     """How many optimizer steps have moved the parameter."""
@@ -232,15 +228,6 @@ class SWAGPosterior(MomentsPosterior):
             return super().own_std
         shared = _squares(self.iterates, self.average) / (2 * (len(self.iterates) - 1))
         return self._still((self._own().square_() + shared).sqrt_())
-
-    def mean_theta(self, original: Tensor) -> Tensor:
-        """Return the iterates' mean, or the parameter before there are any; the gradient passes to the parameter."""
-        if self.average is None:
-            return original
-        center = self.average.to(original.dtype)
-        if torch.is_grad_enabled() and original.requires_grad:
-            center = center + (original - original.detach())
-        return center
 
     def noise_of(self, seed: int) -> Tensor:
         """Return theta - mu of a draw: (sqrt(diag) eps1 + D eps2/sqrt(K-1))/sqrt(2)."""
@@ -318,19 +305,14 @@ class SWAGPosterior(MomentsPosterior):
             self.iterates = own if self.layout is None else self.layout.joined(own)
 
     def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless the count is a positive integer, the scatter not negative and the iterates of one shape."""
-        if name == "count":
-            if tensor.dim() or tensor.dtype != torch.int64 or int(tensor) < 1:
-                raise ValueError("count is not a positive integer")
-        elif name == "iterates":
-            if tensor.dim() != len(self.shape) + 1 or not len(tensor):
-                raise ValueError(f"iterates has shape {tuple(tensor.shape)}, the parameter {tuple(self.shape)}")
-            for one in tensor:
-                super().check_tensor(name, one)
-        else:
+        """Raise unless one tensor of a stored state fits; of the iterates each."""
+        if name != "iterates":
             super().check_tensor(name, tensor)
-            if name == "scatter" and bool((tensor < 0).any()):
-                raise ValueError("scatter is negative")
+            return
+        if tensor.dim() != len(self.shape) + 1 or not len(tensor):
+            raise ValueError(f"iterates has shape {tuple(tensor.shape)}, the parameter {tuple(self.shape)}")
+        for one in tensor:
+            super().check_tensor(name, one)
 
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Raise unless these tensors can be moments and iterates of one path."""

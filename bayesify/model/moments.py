@@ -129,3 +129,35 @@ class MomentsPosterior(Posterior):
         for name in self.kept:
             if name != CENTER:
                 setattr(self, name, None)
+
+
+class CollectedPosterior(MomentsPosterior):
+    """The Gaussian of states that training passes through; the parameter before there are any.
+
+    Tensors: `count`, how many there were; `average`, their mean; `scatter`, the sum of their squared deviations.
+    """
+
+    moments = (COUNT, "average", "scatter")
+
+    count: Tensor | None
+    average: Tensor | None
+    scatter: Tensor | None
+
+    def mean_theta(self, original: Tensor) -> Tensor:
+        """Return the states' mean, or the parameter before there are any; the gradient passes to the parameter."""
+        if self.average is None:
+            return original
+        center = self.average.to(original.dtype)
+        if torch.is_grad_enabled() and original.requires_grad:
+            center = center + (original - original.detach())
+        return center
+
+    def check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Raise unless the count is a positive integer and the scatter not negative."""
+        if name == COUNT:
+            if tensor.dim() or tensor.dtype != torch.int64 or int(tensor) < 1:
+                raise ValueError("count is not a positive integer")
+            return
+        super().check_tensor(name, tensor)
+        if name == "scatter" and bool((tensor < 0).any()):
+            raise ValueError("scatter is negative")

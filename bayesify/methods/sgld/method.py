@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bayesify.engine import fusion
 from bayesify.model.method import Tempered
-from bayesify.model.moments import MomentsPosterior
+from bayesify.model.moments import CollectedPosterior
 from bayesify.model.posteriors import Posterior, Prior, state_dtype
 
 FEW = 5  # states, below which a spread is none
@@ -87,21 +87,15 @@ class SGLD(Tempered):
         return step > self.burnin and (step - self.burnin) % self.thin == 0
 
 
-class SGLDPosterior(MomentsPosterior):
+class SGLDPosterior(CollectedPosterior):
     """The Gaussian of a chain's running moments; the chain before there are any.
 
     The n-th of N states has the weight w_n ~ n(n+1)...(n+fade-1), 1 without `fade`. Tensors: `count`, which is N;
     `average`, sum w x / sum w; `scatter`, N - 1 times the weighted variance, made unbiased for independent states.
     """
 
-    settings = (*MomentsPosterior.settings, "fade")
-
-    moments = ("count", "average", "scatter")
+    settings = (*CollectedPosterior.settings, "fade")
     missing = "the chain has no moments; step bayesify.SGLD beyond burnin + thin steps first"
-
-    count: Tensor | None
-    average: Tensor | None
-    scatter: Tensor | None
 
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, fade: float = 0.0) -> None:
         super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
@@ -123,25 +117,6 @@ class SGLDPosterior(MomentsPosterior):
         if self.count is None:
             return "no moments yet"
         return f"{int(self.count)} states" if self.count > 1 else "1 state, no spread yet"
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless the count is a positive integer and the scatter not negative."""
-        if name == "count":
-            if tensor.dim() or tensor.dtype != torch.int64 or int(tensor) < 1:
-                raise ValueError("count is not a positive integer")
-            return
-        super().check_tensor(name, tensor)
-        if name == "scatter" and bool((tensor < 0).any()):
-            raise ValueError("scatter is negative")
-
-    def mean_theta(self, original: Tensor) -> Tensor:
-        """Return the moments' mean, or the chain before there are any; the gradient passes to the parameter."""
-        if self.average is None:
-            return original
-        center = self.average.to(original.dtype)
-        if torch.is_grad_enabled() and original.requires_grad:
-            center = center + (original - original.detach())
-        return center
 
     @torch.no_grad()
     def collect(self) -> None:
