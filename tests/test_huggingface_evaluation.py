@@ -32,8 +32,8 @@ def test_evaluation_is_that_of_predict(samples, tmp_path):
 
 
 def last_layer(seed=0, **options):
-    torch.manual_seed(seed)
     model = make_bayesian(classifier(**options), "la", prior_sig=1.0)
+    torch.manual_seed(seed)
     torch.nn.init.normal_(model.classifier.parametrizations.weight.original)
     return model
 
