@@ -3,10 +3,12 @@
 Several optimizers may share a model, and one may call another: each of their steps is announced.
 """
 
+from typing import Any
+
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_versions: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()
+_versions: Any = WeakTensorKeyDictionary()  # by gradient
 
 
 def is_new(grad: Tensor | None) -> bool:

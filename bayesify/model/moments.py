@@ -137,7 +137,7 @@ class CollectedPosterior(MomentsPosterior):
     Tensors: `count`, how many there were; `average`, their mean; `scatter`, the sum of their squared deviations.
     """
 
-    moments = (COUNT, "average", "scatter")
+    moments: ClassVar[tuple[str, ...]] = (COUNT, "average", "scatter")
 
     count: Tensor | None
     average: Tensor | None
