@@ -310,6 +310,17 @@ MUTANTS = [
         ("it acts on what others move", " and id(p.original) in own", "", "another_optimizer"),
     ),
     *of(
+        "model/steps.py",
+        "test_steps.py",
+        ("gradients are looked at before a closure makes them", "if not callable(closure):", "if True:", "a_closure"),
+    ),
+    *of(
+        "model/changed.py",
+        "test_steps.py",
+        ("gradients are changed again", "_versions.get(grad) != grad._version", "True", "twice or inside_of"),
+        ("what was added is not noticed", "_versions.get(grad) != grad._version", "grad not in _versions", "twice"),
+    ),
+    *of(
         "model/method.py",
         "test_pull.py",
         ("a prior in numbers is pulled too", "0.0 if self.weights is None else PULL", "PULL", "every_method"),
