@@ -57,13 +57,13 @@ def adapt(model, method, rows, steps, seed):
 
 
 def ask(model, step, samples, seed):
-    """Let every sample of the posterior go on with the same prompts; return what it said and how far all agree."""
+    """Let the mean answer, and samples of the posterior go on with the same prompts: how far do they agree?"""
     rows = counted(step, 40, torch.Generator().manual_seed(100 + seed))
     prompts = rows[:, :PROMPT]
-    options = {"samples": samples, "seed": seed, "max_new_tokens": LENGTH - PROMPT, "do_sample": False}
-    out = generate(model, input_ids=prompts, attention_mask=torch.ones_like(prompts), **options)
-    right = (out.tokens[0] == rows[:, PROMPT:]).all(1)
-    return out, right
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    options = {"max_new_tokens": LENGTH - PROMPT, "do_sample": False}
+    answer = model.generate(**inputs, **options)
+    return answer, (answer == rows).all(1), generate(model, samples=samples, seed=seed, **inputs, **options)
 
 
 def main():
@@ -81,13 +81,13 @@ def main():
     calibrate(model, {"input_ids": counted(3, 40, torch.Generator().manual_seed(1))}, progress=False)
 
     found = {name: ask(model, step, args.samples, args.seed) for name, step in (("threes", 3), ("fives", 5))}
-    for name, (out, right) in found.items():
+    for name, (answer, right, out) in found.items():
         answered = out.agreement >= args.threshold
-        said = " ".join(str(t) for t in out.sequences[0, 0].tolist())
+        said = " ".join(str(t) for t in answer[0].tolist())
         print(f"\n{name}: {said}\n  right {right.float().mean():.0%}, answered {answered.float().mean():.0%}", end="")
         print(f", wrong among the answers {(answered & ~right).sum()} of {answered.sum()}")
         print(f"  agreement {out.agreement.mean():.2f}, mutual information {out.mutual_information.nanmean():.3f} nats")
-    (known, _), (unknown, _) = found.values()
+    known, unknown = (out for *_, out in found.values())
     print(f"\nAUROC of disagreement, threes against fives: {metrics.auroc(-known.agreement, -unknown.agreement):.3f}")
 
 
