@@ -5,8 +5,8 @@ plain function of one element, `element(i, noise, ins, outs, par)`, which reads 
 takes its numbers from `par`; for sums `element(i, ins, par)` returns three terms. Compiled loops are kept on disk,
 under the sources that they were made from.
 
-A loop is compiled for one floating point type and takes its arrays as addresses, its numbers as Python's: a call costs
-two microseconds then, where arrays would cost three each.
+A loop is compiled for one floating point type and takes its arrays as addresses, its numbers as Python's: to unpack
+arrays at every call would take longer than the loop over a small tensor.
 """
 
 import hashlib
