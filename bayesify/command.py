@@ -126,7 +126,7 @@ def read_prediction(path: Path) -> Predictive:
     except FileNotFoundError:
         raise ValueError(f"there is no {path}; write it with numpy.savez({str(path)!r}, **out.numpy())") from None
     except (ValueError, AttributeError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no .npz file ({error}); write it with numpy.savez(file, **out.numpy())") from error
+        raise ValueError(f"{path} is no .npz file; write it with numpy.savez(file, **out.numpy())") from error
     probs, entropies = content.get("probs"), content.get("expected_entropy")
     if probs is None or entropies is None:
         if "logits" not in content:

@@ -128,7 +128,7 @@ def test_errors_take_one_line(command, message, tmp_path, monkeypatch, capsys):
     assert main(command) == 1
     printed = capsys.readouterr()
     assert not printed.out and printed.err.startswith("bayesify: ") and message in printed.err
-    assert printed.err.count("\n") == 1
+    assert printed.err.count("\n") == 1 and "pickle" not in printed.err  # numpy would have it loaded unsafely
 
 
 def test_a_damaged_file_is_told(tmp_path, capsys):
