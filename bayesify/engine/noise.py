@@ -19,6 +19,9 @@ from torch import Tensor
 
 from bayesify.engine import fusion
 
+# torch 2.6 cannot tell export from compilation; of the two only export works there.
+is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
 HALF = 4096
 BLOCK = 2 * HALF
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -194,10 +197,16 @@ class Stream(NamedTuple):
 
 def _opaque() -> bool:
     """Tell whether a compiler traces; what `torch.export` writes is for places where only torch's operations are."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and not is_exporting()
 
 
-@torch.library.custom_op("bayesify::noise", mutates_args=())
+# Schemas with lists are written out: torch 2.6 reads no `list[int]`.
+@torch.library.custom_op(
+    "bayesify::noise",
+    mutates_args=(),
+    schema="(Tensor seed, Tensor key, SymInt[] shape, str kind, float p_drop, ScalarType dtype, Device device, "
+    "SymInt start) -> Tensor",
+)
 def noise(
     seed: Tensor,
     key: Tensor,

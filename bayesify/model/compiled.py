@@ -59,24 +59,35 @@ def graph() -> str:
 graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the public decorator would import the compiler
 
 
-@torch.library.custom_op("bayesify::training_seed", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
-def training_seed_of(scope: Tensor, whole: bool) -> Tensor:
+# Without this tag a compiler might merge the seeds of two forwards. `custom_op` of older releases takes no tags.
+SEEDED = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
+
+torch.library.define("bayesify::training_seed", "(Tensor scope, bool whole) -> Tensor", tags=SEEDED)
+training_seed_of = torch.ops.bayesify.training_seed.default
+
+
+@torch.library.impl("bayesify::training_seed", "default")
+def _(scope: Tensor, whole: bool) -> Tensor:
     """Take the seed of a training forward when compiled code runs, as eager code does."""
     return torch.tensor(noises.signed(_scopes[int(scope)].compiled_seed(whole=whole)))
 
 
-@training_seed_of.register_fake
+@torch.library.register_fake("bayesify::training_seed")
 def _(scope: Tensor, whole: bool) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("bayesify::sample_seed", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
-def sample_seed(seed: int | None) -> Tensor:
+torch.library.define("bayesify::sample_seed", "(SymInt? seed) -> Tensor", tags=SEEDED)
+sample_seed = torch.ops.bayesify.sample_seed.default
+
+
+@torch.library.impl("bayesify::sample_seed", "default")
+def _(seed: int | None) -> Tensor:
     """Find the seed of a `sample` block inside compiled code."""
     return torch.tensor(noises.signed(draw_seeds(1, seed)[0]))
 
 
-@sample_seed.register_fake
+@torch.library.register_fake("bayesify::sample_seed")
 def _(seed: int | None) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
@@ -100,7 +111,7 @@ def in_one_operation(posterior: Posterior, original: Tensor) -> bool:
     return (
         posterior.pulls_by_hand
         and posterior.layout is None
-        and not torch.compiler.is_exporting()
+        and not noises.is_exporting()
         and not functional()
         and all(_plain(tensor, original.dtype) for tensor in (original, *posterior.learnable()))
     )
@@ -115,7 +126,11 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-@torch.library.custom_op("bayesify::draw", mutates_args=())
+@torch.library.custom_op(
+    "bayesify::draw",
+    mutates_args=(),
+    schema="(Tensor posterior, Tensor seed, Tensor[] tensors) -> (Tensor, Tensor)",
+)
 def draw(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Draw theta, of the mean and what else is learnable; with a zero that stands for its energy (see `Sampled`)."""
     own, (mean, *learned) = _posteriors[int(posterior)], tensors
@@ -131,7 +146,11 @@ def _(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> tuple[Tensor, T
     return torch.empty_like(mean), mean.new_empty((), dtype=wide(mean))
 
 
-@torch.library.custom_op("bayesify::pull", mutates_args=())
+@torch.library.custom_op(
+    "bayesify::pull",
+    mutates_args=(),
+    schema="(Tensor posterior, Tensor seed, Tensor grad, Tensor coef, Tensor[] tensors) -> Tensor[]",
+)
 def pull(posterior: Tensor, seed: Tensor, grad: Tensor, coef: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Pull the gradient of theta back to the mean and what else is learnable, with `coef` times that of the energy."""
     own, (mean, *learned) = _posteriors[int(posterior)], tensors
@@ -164,7 +183,11 @@ draw.register_autograd(_backward, setup_context=_keep)
 # -- the penalty -------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("bayesify::energy", mutates_args=())
+@torch.library.custom_op(
+    "bayesify::energy",
+    mutates_args=(),
+    schema="(Tensor posterior, float scale, Tensor[] tensors) -> Tensor",
+)
 def energy(posterior: Tensor, scale: float, tensors: list[Tensor]) -> Tensor:
     """Compute `scale` times the penalty's sum of a posterior, a value without gradient."""
     own, (mean, *learned) = _posteriors[int(posterior)], tensors
