@@ -72,7 +72,7 @@ def _(scope: Tensor, whole: bool) -> Tensor:
     return torch.tensor(noises.signed(_scopes[int(scope)].compiled_seed(whole=whole)))
 
 
-@torch.library.register_fake("bayesify::training_seed")
+@torch.library.register_fake("bayesify::training_seed")  # type: ignore[untyped-decorator]
 def _(scope: Tensor, whole: bool) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
@@ -87,7 +87,7 @@ def _(seed: int | None) -> Tensor:
     return torch.tensor(noises.signed(draw_seeds(1, seed)[0]))
 
 
-@torch.library.register_fake("bayesify::sample_seed")
+@torch.library.register_fake("bayesify::sample_seed")  # type: ignore[untyped-decorator]
 def _(seed: int | None) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
