@@ -43,6 +43,13 @@ def deep(blocks):
     return nn.ModuleDict({"small": nn.Linear(2, 2), "body": body, "large": nn.Linear(100, 100)})
 
 
+def test_what_is_bayesian_comes_first_in_a_long_summary():
+    layers = [nn.Linear(30, 30) for _ in range(MOST_ROWS)]
+    model = bayesify(nn.Sequential(nn.Sequential(*layers), nn.Linear(30, 2)), "la", include="1.*")
+    table = summary(model).table()
+    assert table[0][0].startswith("1") and "laplace" in table[0][2]
+
+
 def test_a_long_summary_is_collapsed_by_module_with_the_largest_first():
     model = bayesify(deep(20), "vi", prior_sig=0.1, exclude="small.*")
     found = summary(model)

@@ -61,7 +61,7 @@ class Summary:
                 (_short(r.name), "x".join(map(str, r.shape)) or "()", _posterior([r]), r.prior, r.note)
                 for r in self.rows
             ]
-        parts = sorted(_parts(self.rows).items(), key=lambda part: -sum(r.count for r in part[1]))
+        parts = sorted(_parts(self.rows).items(), key=lambda part: _size(part[1]), reverse=True)
         cells = [_part(name, rows) for name, rows in parts[:MOST_ROWS]]
         if rest := [row for _, rows in parts[MOST_ROWS:] for row in rows]:
             cells.append(_part(f"{len(parts) - MOST_ROWS} more", rest))
@@ -104,6 +104,11 @@ class Summary:
         return html_table(self.header(), self.table(), below="\n".join(self.totals))
 
     __repr__ = __str__
+
+
+def _size(rows: list[Row]) -> tuple[int, int]:
+    """Return how many numbers are Bayesian, which come first, and how many there are."""
+    return sum(r.count for r in rows if r.posterior), sum(r.count for r in rows)
 
 
 def summary(model: nn.Module) -> Summary:
