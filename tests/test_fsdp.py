@@ -368,6 +368,7 @@ def example(folder: str) -> None:
     """What each process runs of the page about several devices."""
     script = runpy.run_path(str(ROOT / "examples" / "bytes_per_process.py"))
     torch.save(script["measure"](), Path(folder) / f"{ranks.rank()}.pt")
+    dist.barrier()  # a process that leaves early may end another one that still talks
     dist.destroy_process_group()
 
 
