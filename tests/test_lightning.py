@@ -14,7 +14,7 @@ from bayesify import load, predict
 EXAMPLE = Path(__file__).parent.parent / "examples" / "with_lightning.py"
 
 
-@pytest.mark.parametrize("method", ["sgld", "la"])
+@pytest.mark.parametrize("method", ["vi", "sgld", "la"])
 def test_the_example_trains_on_two_processes(tmp_path, method: str):
     pytest.importorskip("lightning")
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
