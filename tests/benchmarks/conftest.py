@@ -23,6 +23,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("work", works, ids=lambda w: w.name, scope="session")
 
 
+def pytest_collection_modifyitems(items):
+    """Measure peak memory first: it takes processes of their own, which need room beside this one."""
+    items.sort(key=lambda item: "peak_memory" not in item.name)
+
+
 class Table:
     """Rows of (group, workload, what) with numbers, written as they come.
 
