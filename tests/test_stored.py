@@ -120,7 +120,7 @@ def test_a_plain_state_dict_says_how_it_is_loaded(strict):
     bayesify(model).load_state_dict({}, strict=False)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:`torch.jit.script` is not supported")
 def test_script_says_what_to_do():
     model = bayesify(net())
     with pytest.raises(TypeError, match=r"torch\.jit\.script.*unbayesify\(model\) first"):
