@@ -107,6 +107,18 @@ def test_an_untrained_model_has_no_evidence_for_any_scale(caplog):
     assert "is the model trained?" in caplog.text
 
 
+def test_a_model_that_is_not_over_confident_is_sent_to_a_temperature(caplog):
+    x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
+    data = [(x, (x[:, 0] > 0).long())]
+    model = nn.Linear(2, 2)
+    with torch.no_grad():  # right in all cases, and never sure
+        model.weight.copy_(torch.tensor([[-0.1, 0.0], [0.1, 0.0]]))
+        model.bias.zero_()
+    with caplog.at_level(logging.WARNING, "bayesify"):
+        fit_laplace(bayesify(model, "la"), data, structure="kron", tune=data)
+    assert "not over-confident" in caplog.text and "metrics.fit_temperature" in caplog.text
+
+
 def test_validation_chooses_the_scale_with_the_lowest_nll(caplog):
     torch.manual_seed(0)
     model = bayesify(nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3)).double(), "la", prior_sig=10.0)

@@ -169,7 +169,13 @@ def by_validation(
                 if ends[0] <= power <= ends[1]:
                     loss(power)
     best = min(tried, key=loss)
-    if best in ends:
+    if best == ends[0]:
+        logger.warning(
+            "the least spread that was tried, prior_sig %.3g, has the lowest validation NLL: the model is not "
+            "over-confident, and no spread improves its probabilities; a temperature may (metrics.fit_temperature)",
+            10**best,
+        )
+    if best == ends[1]:
         logger.warning("the validation NLL falls up to the end of the range, prior_sig %.3g", 10**best)
     logger.info("prior_sig %.4g has the lowest validation NLL, %.4f (was %.4g)", 10**best, tried[best], base)
     return 10**best / base
