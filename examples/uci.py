@@ -20,22 +20,25 @@ from bayesify import bayesify, fit_laplace, metrics, mix, penalty, predict, unba
 from bayesify.prediction.likelihoods import Regression
 
 TABLES = ("concrete", "energy", "wine-quality-red", "yacht")
-HIDDEN, BATCH, STEPS, CHAIN, LR, SAMPLES = 50, 128, 1000, 500, 0.02, 100
+HIDDEN, BATCH, CHAIN, LR, SAMPLES = 50, 128, 500, 0.02, 100
 MEMBERS = 5  # of a mixture
 PRIORS = (1.0,)  # of the hidden layer; the outputs' is half of it
-SETTINGS = {  # what is tried inside each training split, beside the priors
+STEPS = (1000, 4000)
+SETTINGS = {  # what is tried inside each training split, with each prior and each length of training
     "vanilla": [{}],
     "vi": [{"kld": 1.0}, {"kld": 0.1}],
     "mc_dropout": [{"p_drop": 0.02}],
     "sgld": [{"Ninflate": 10.0}],
     "la": [{"scale": scale} for scale in (0.03, 0.3)],
-    "mix": [{"steps": STEPS}, {"steps": 4 * STEPS}],  # plain networks from different starting points
+    "mix": [{}],  # plain networks from different starting points
 }
 
 
 def table(name):
     """Return inputs (rows, features) and targets (rows,), and the 20 splits' test rows."""
     folder = Path(os.environ.get("BAYESIFY_DATA", "data")) / "uci" / name
+    if not folder.is_dir():
+        raise SystemExit(f"there is no table in {folder}; set BAYESIFY_DATA to the folder that has uci/{name}")
     values = torch.tensor(np.loadtxt(folder / "data.txt"), dtype=torch.float64)
     lines = (folder / "test_rows.txt").read_text().splitlines()
     tests = [torch.tensor([int(row) for row in line.split()]) for line in lines]
@@ -121,7 +124,7 @@ def wrapped(nets, method, prior, options):
     return bayesify(nets, method, prior_mean="zero", prior_sig=scales, **options)
 
 
-def train(nets, part, noise, *, steps=STEPS, method=""):
+def train(nets, part, noise, *, steps, method=""):
     """Minimize the Gaussian NLL of each split plus the penalty; the noise is learned where it is None.
 
     A split's loss is its mean over the rows, as `penalty` wants it, and the sum over splits trains each for itself.
@@ -171,15 +174,15 @@ class Stage:
 
     def outputs(self, method, setting, noise=None):
         """Train one setting of a method, and return the outputs (samples, rows, splits) for the other part."""
-        prior, options = setting
+        prior, steps, options = setting
         if method == "mix":
-            return self.mixture(prior, options["steps"])
+            return self.mixture(prior, steps)
         if method not in ("vanilla", "sgld", "la"):
             torch.manual_seed(0)
             nets = wrapped(Nets(self.part), method, prior, options)
-            train(nets, self.part, None, method=method)
+            train(nets, self.part, None, steps=steps, method=method)
             return outputs_of(nets, self.on)
-        plain, learned = self.map(prior)
+        plain, learned = self.map(prior, steps)
         noise = learned if noise is None else noise
         if method == "vanilla":
             return plain(self.on.x).detach().unsqueeze(0)
@@ -191,14 +194,14 @@ class Stage:
         train(nets, self.part, noise, steps=CHAIN, method="sgld")
         return outputs_of(nets, self.on)
 
-    def map(self, prior):
+    def map(self, prior, steps):
         """Return the networks at their posterior mode, and their noise."""
-        if prior not in self.maps:
+        if (prior, steps) not in self.maps:
             torch.manual_seed(0)
             nets = wrapped(Nets(self.part), "la", prior, {})  # until it is fitted, this is the mode
-            found = train(nets, self.part, None)
-            self.maps[prior] = unbayesify(nets), found
-        return self.maps[prior]
+            found = train(nets, self.part, None, steps=steps)
+            self.maps[prior, steps] = unbayesify(nets), found
+        return self.maps[prior, steps]
 
     def mixture(self, prior, steps):
         """Train several networks per split, all at once, and predict with their mixture."""
@@ -247,8 +250,8 @@ def scored(outputs, noise, on):
 
 
 def settings_of(method):
-    """Return what is tried inside each training split: (prior, options)."""
-    return [(prior, options) for prior in PRIORS for options in SETTINGS.get(method, [{}])]
+    """Return what is tried inside each training split: (prior, steps, options)."""
+    return [(prior, steps, options) for prior in PRIORS for steps in STEPS for options in SETTINGS.get(method, [{}])]
 
 
 def run(name, methods):

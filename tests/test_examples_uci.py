@@ -31,7 +31,15 @@ def test_a_part_of_the_networks_is_what_it_was_among_all(uci, part):
 
 
 def test_a_mixture_has_five_trained_members(uci, part):
-    outputs = uci.Stage(part, part).outputs("mix", (1.0, {"steps": 60}))
+    outputs = uci.Stage(part, part).outputs("mix", (1.0, 60, {}))
     assert outputs.shape == (uci.MEMBERS, 30, 2)
     assert float(outputs.std(0).min()) > 0
     assert float((outputs.mean(0) - part.y).square().mean()) < float(part.y.var())
+
+
+def test_a_difference_has_the_error_of_overlapping_splits(uci, monkeypatch):
+    import uci_tables
+
+    rows, vanilla = [{"ll": value} for value in (1.0, 2.0, 4.0)], [{"ll": 1.0}] * 3
+    # a variance of 7/3, times 1/3 + 1/9 where s^2/3 would be that of independent ones
+    assert uci_tables.apart(rows, vanilla) == f"+1.33 ± {(7 / 3 * (1 / 3 + 1 / 9)) ** 0.5:.2f}"
