@@ -12,7 +12,7 @@ import argparse
 from evidence import __main__ as runner
 from evidence import files, page
 from evidence.rows import METHODS
-from evidence.tables import BAR, Table
+from evidence.tables import BAR
 from evidence.texts import CORE, TASKS
 
 
@@ -31,7 +31,7 @@ def main():
     results = files.read_all()
     for name in (name for name in args.tasks if BAR[0] in results.get(name, {})):
         print(f"\n{name}: {TASKS[name].about}\n")
-        print("\n".join(page.table_of(Table(results[name]), rows)))
+        print("\n".join(page.table_of(page.table_of_task(name, results[name]), rows)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ pytest.importorskip("matplotlib")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 from evidence import __main__ as runner  # noqa: E402
-from evidence import files, grid, page, scores, shifts, tables, tasks  # noqa: E402
+from evidence import files, grid, page, runs, scores, shifts, tables, tasks  # noqa: E402
 from evidence.rows import ROWS  # noqa: E402
 
 
@@ -25,10 +26,13 @@ def short(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(page, "PAGE", tmp_path / "evidence.md")
     monkeypatch.setattr(grid, "SETTINGS", tmp_path / "settings.json")
-    settings = {"grids": {"plain": [{}, {"lr": 3.0}]}, "seeds": [100], "validation_nll": {}, "chosen": {}}
+    grids = {"plain": [{}, {"lr": 3.0}, {"sgd": True}]}  # the last one is for tasks with another optimizer
+    seeds = {"plain": [100, 101], "every method": [100]}
+    settings = {"grids": grids, "seeds": seeds, "validation_nll": {}, "chosen": {}, "budget": {}}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     monkeypatch.setattr(tasks.Digits, "epochs", 1)
     monkeypatch.setattr(scores, "RESAMPLED", 20)
+    monkeypatch.setattr(runner, "apart", lambda work, *args: work(*args))  # which would not know of these changes
     return tmp_path
 
 
@@ -54,10 +58,11 @@ def stable(path):
 def test_from_data_to_page(short, capsys):
     run("--seeds", "0", "1")
     found = files.read_all()
-    assert set(found["digits"]) == set(ROWS) and all(set(seeds) == {0, 1} for seeds in found["digits"].values())
+    rows = {row for row in ROWS if grid.is_known(row, "digits")}
+    assert set(found["digits"]) == rows and all(set(seeds) == {0, 1} for seeds in found["digits"].values())
     text = (short / "evidence.md").read_text()
     assert text == page.page(found)
-    assert all(f"| {page.words(row)} |" in text for row in ROWS)
+    assert all(f"| {page.words(row)} |" in text for row in rows)
     assert "\n## digits\n" in text and (short / "results" / "digits.svg").read_text().startswith("<?xml")
     capsys.readouterr()
     run("--seeds", "0", "1", "--list")
@@ -74,6 +79,39 @@ def test_test_data_is_scored_once(short):
     run("--seeds", "0", "--rows", *rows, "--rerun")
     for row in rows:  # the same scores once more
         assert stable(files.path_of("digits", row, 0)) == {**before[row], "reruns": 1}
+
+
+def test_a_run_has_a_process_of_its_own(tmp_path):
+    runs.apart(write_process, tmp_path / "here")
+    process, threads = (tmp_path / "here").read_text().split()
+    assert int(process) != os.getpid() and threads == "1"
+
+
+def write_process(path):
+    path.write_text(f"{os.getpid()} {torch.get_num_threads()}")
+
+
+def test_a_run_that_fails_ends_no_other(short, monkeypatch, capsys):
+    broken = {**ROWS, "plain": lambda task: 1 / 0}
+    monkeypatch.setattr(runs, "ROWS", broken)
+    monkeypatch.setattr(runner, "apart", failing)
+    with pytest.raises(SystemExit, match="1 runs failed: digits/plain/0 raised the error above; run again"):
+        run("--seeds", "0", "--rows", "plain", "la_last_kron")
+    assert set(files.read_all()["digits"]) == {"la_last_kron"}
+    with pytest.raises(runs.RunError, match="was killed by signal 9"):
+        runs.apart(kill_oneself)
+
+
+def kill_oneself():
+    os.kill(os.getpid(), 9)
+
+
+def failing(work, *args):
+    """Do as `apart` does, in this process."""
+    try:
+        runs.alone(work, args)
+    except SystemExit as error:
+        raise runs.RunError("raised the error above") from error
 
 
 def test_one_function_reads_test_data():
@@ -96,7 +134,9 @@ def test_a_setting_is_chosen_on_validation_data(short, monkeypatch):
     kept = grid.read()
     tried = kept["validation_nll"]["digits"]["plain"]
     assert set(tried) == {"{}", '{"lr": 3.0}'}
-    assert kept["chosen"]["digits"]["plain"] == json.loads(min(tried, key=tried.get))
+    assert all(len(nlls) == 2 for nlls in tried.values())
+    assert kept["chosen"]["digits"]["plain"] == json.loads(min(tried, key=lambda key: sum(tried[key])))
+    assert kept["budget"]["digits"]["plain"]["steps"] == 4 * 30  # one epoch of 960 digits in batches of 32
     run("--seeds", "0", "--rows", "plain", "plain_tuned", "vi_tuned")  # which has no setting, and is left out
     assert set(files.read_all()["digits"]) == {"plain", "plain_tuned"}
     assert files.read_all()["digits"]["plain_tuned"][0]["setting"] == kept["chosen"]["digits"]["plain"]
@@ -118,7 +158,26 @@ def test_differences_are_paired_by_seed():
     assert apart == pytest.approx((-0.35, 0.15, 2, 2))
     assert apart.sign_test == 0.5 and tables.Apart(0, 0, 5, 5).sign_test == 2 / 32
     assert tables.Apart(0, 0, 2, 5).sign_test == 1
+    same = tables.Table({"a": {0: result(1.0), 1: result(2.0)}, "b": {0: result(1.0), 1: result(2.5)}})
+    assert same.paired(("a", "mean"), ("b", "mean"), "nll").count == 1  # a tie says nothing of signs
+    overlapping = tables.Table(table.rows, overlap=0.5)  # two seeds: s^2 (1/2 + 1/2) and not s^2/2
+    assert overlapping.paired(("a", "mean"), ("b", "mean"), "nll").error == pytest.approx(0.15 * 2**0.5)
     assert math.isnan(table.mean("a", "mean", "ood_mi"))
+
+
+def test_what_steps_by_sgd_is_compared_with_plain_training_that_does():
+    def result(nll):
+        return {"predictions": {"temperature": {"nll": nll}, "mean": {"nll": nll}}}
+
+    rows = {"plain": {0: result(1.0)}, "vi": {0: result(0.8)}, "sgld": {0: result(0.4)}}
+    assert tables.Table(rows).against(("sgld", "mean")).mean == pytest.approx(-0.6)
+    chosen = {"plain_tuned": {0: result(0.6)}, "sgld_tuned": {0: result(0.3)}, "ensemble5": {0: result(0.2)}}
+    table = tables.Table({**rows, **chosen, "plain_sgd": {0: result(0.5)}})
+    assert table.against(("sgld", "mean")).mean == pytest.approx(-0.1)
+    assert table.against(("sgld_tuned", "mean")).mean == pytest.approx(-0.3)
+    assert table.against(("vi", "mean")).mean == pytest.approx(-0.2)
+    assert math.isnan(table.against(("sgld", "mean"), ("ensemble5", "temperature")).mean)  # which is not of its kind
+    assert not grid.is_known("plain_sgd", "digits") and grid.is_known("plain_sgd", "sentences")
 
 
 def test_shifts_have_five_levels():

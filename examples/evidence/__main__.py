@@ -1,14 +1,12 @@
 """Run what has no result yet, and write the page."""
 
 import argparse
-import logging
 import time
-
-import torch
 
 from . import __doc__ as about
 from . import files, grid, page
 from .rows import ROWS
+from .runs import RunError, apart, outcome_of, quiet, score, show
 from .texts import CORE, TASKS
 
 SEEDS = 5
@@ -30,13 +28,6 @@ def parser():
     return out
 
 
-def outcome_of(task, row):
-    """Train a row; return what comes of it, and the setting that validation data chose, if it has one."""
-    name, setting = grid.setting_of(row, task.name)
-    torch.manual_seed(task.seed)  # whether a member was trained before or now must not matter
-    return ROWS[name](task, **setting), setting
-
-
 def left(args):
     """Return the runs that have no result: seed by seed, so that a stop leaves whole comparisons."""
     runs = [(seed, name, row) for seed in args.seeds for name in args.tasks for row in args.rows]
@@ -45,17 +36,19 @@ def left(args):
 
 
 def collect(args):
-    """Make the runs that are left, within the time."""
-    until, runs, task = time.monotonic() + 60 * args.minutes, left(args), None
+    """Make the runs that are left, within the time; return those that failed."""
+    until, runs, failed = time.monotonic() + 60 * args.minutes, left(args), []
     for i, (seed, name, row) in enumerate(runs):
         if time.monotonic() > until:
             print(f"time is up, {len(runs) - i} runs are left; run again to go on")
-            return
-        task = task if task and (task.seed, task.name) == (seed, name) else TASKS[name](seed)
-        begin = time.process_time()
-        outcome, setting = outcome_of(task, row)
-        result = files.score_once(task, row, outcome, setting=setting, rerun=args.rerun)
-        show(f"{name}/{row}/{seed}", result, time.process_time() - begin, f"{len(runs) - i - 1} left")
+            break
+        print(f"[{i + 1} of {len(runs)}] ", end="", flush=True)
+        try:
+            apart(score, name, row, seed, args.rerun)
+        except RunError as error:
+            failed.append(f"{name}/{row}/{seed} {error}")
+            print(failed[-1], flush=True)
+    return failed
 
 
 def dry(args):
@@ -75,21 +68,9 @@ def dry(args):
     print(f"about {spent * SEEDS / 60:.0f} minutes of one core for {SEEDS} seeds")
 
 
-def show(key, result, seconds, more=""):
-    kinds = result["predictions"].items()
-    cells = [f"{kind} {s['nll']:.4f} ({100 * s['error']:.1f} %, {s['cost']:.2f} x)" for kind, s in kinds]
-    cells += [f"{k} {v:.3g}" for k, v in result["notes"].items()]
-    cells.append(f"training {result['train_seconds']:.1f} s, first loss {result['first_loss']:.3g}")
-    ood = next(iter(result["predictions"].values()))["ood_entropy"]
-    known = [s["ood_mi"] for _, s in kinds if s["ood_mi"] is not None]
-    cells.append(f"OOD {ood:.3f} " + "/".join(f"{v:.3f}" for v in known))
-    print(f"{key}: " + ", ".join(cells) + f", {seconds:.0f} s {more}", flush=True)
-
-
 def main(arguments=None):
     args = parser().parse_args(arguments)
-    torch.set_num_threads(1)
-    logging.getLogger("bayesify").setLevel(logging.ERROR)  # the table says what the warnings would
+    quiet()
     if args.list:
         for name, task in TASKS.items():
             print(f"{name}{' (core)' if name in CORE else ''}: {task.about}")
@@ -102,9 +83,10 @@ def main(arguments=None):
     if args.dry:
         dry(args)
         return
-    if not args.page:
-        collect(args)
+    failed = [] if args.page else collect(args)
     page.write()
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed: {'; '.join(failed)}; run again to try them once more")
 
 
 if __name__ == "__main__":

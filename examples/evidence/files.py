@@ -10,7 +10,7 @@ from .scores import cost, rounded, scored
 
 RESULTS = tasks.ROOT / "docs/results/evidence"
 VERSION = 1
-ONE_PASS = ("mean", "temperature", "tempered mean", "closed")
+ONE_PASS = ("mean", "temperature", "tempered mean", "closed", "tempered closed")
 
 
 class WrittenError(RuntimeError):

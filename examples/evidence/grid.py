@@ -9,6 +9,7 @@ from bayesify import metrics, predict
 
 from . import training
 from .rows import SAMPLES, TUNABLE, with_temperature
+from .tasks import Task
 from .texts import TASKS
 
 SETTINGS = Path(__file__).with_name("settings.json")
@@ -25,8 +26,15 @@ def tuned_rows():
 
 
 def is_known(row, task):
-    """Tell whether a row can run: a tuned one needs a setting."""
+    """Tell whether a row can run: a tuned one needs a setting, and one by SGD a task that has another optimizer."""
+    if row.endswith("_sgd"):
+        return has_own_optimizer(task)
     return not row.endswith(TUNED) or row.removesuffix(TUNED) in read()["chosen"].get(task, {})
+
+
+def has_own_optimizer(task):
+    """Tell whether a task's plain training is by another optimizer than SGD."""
+    return TASKS[task].optimizer is not Task.optimizer
 
 
 def setting_of(row, task):
@@ -59,18 +67,24 @@ def tune(names, rows, minutes):
     for name in names:
         for method in (row for row in TUNABLE if row in rows):
             tried = kept["validation_nll"].setdefault(name, {}).setdefault(method, {})
-            for setting in kept["grids"][method]:
-                for seed in kept["seeds"]:
+            settings = [s for s in kept["grids"][method] if "sgd" not in s or has_own_optimizer(name)]
+            for setting in settings:
+                for number, seed in enumerate(kept["seeds"].get(method, kept["seeds"]["every method"])):
                     key = json.dumps(setting)
-                    if len(tried.get(key, [])) > kept["seeds"].index(seed):
+                    if len(tried.get(key, [])) > number:
                         continue
                     if time.monotonic() > until:
                         print("time is up; run again to go on")
                         return
                     begin = time.process_time()
-                    nll = validation_nll(TASKS[name](seed), method, setting)
+                    task = TASKS[name](seed)
+                    nll = validation_nll(task, method, setting)
+                    spent = time.process_time() - begin
                     tried.setdefault(key, []).append(round(float(nll), 6))
-                    print(f"{name}/{method}/{key}: {nll:.4f}, {time.process_time() - begin:.0f} s", flush=True)
+                    budget = kept["budget"].setdefault(name, {}).setdefault(method, {"steps": 0, "seconds": 0.0})
+                    budget["steps"] += training.length(task, setting.get("epochs", 1.0))[1]
+                    budget["seconds"] = round(budget["seconds"] + spent, 1)
+                    print(f"{name}/{method}/{key}: {nll:.4f}, {spent:.0f} s", flush=True)
                     write(kept)
             best = min(tried, key=lambda key: statistics.mean(tried[key]))
             kept["chosen"].setdefault(name, {})[method] = json.loads(best)

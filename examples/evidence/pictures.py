@@ -14,7 +14,9 @@ CURVES = (
 )
 COLORS = {  # told apart also where they are small
     "plain": "#4d4d4d",
+    "plain_sgd": "#a6a6a6",
     "ensemble5": "#b03a2e",
+    "ensemble5_sgd": "#e6a49c",
     "la_last_kron": "#1f4e79",
     "la_last_self": "#6a3d9a",
     "mix5_la_last_kron": "#7fa8d1",
@@ -34,6 +36,7 @@ MARKS = {
     "tempered samples": "X",
     "calibrated": "v",
     "closed": "D",
+    "tempered closed": "d",
 }
 LEGEND = {"fontsize": 6, "title_fontsize": 6, "alignment": "left", "frameon": False}
 

@@ -69,9 +69,9 @@ def plain(task, **setting):
     return Outcome(seconds, first, size(model), {"mean": mean, "temperature": tempered}, {"temperature": value})
 
 
-def ensemble(task):
+def ensemble(task, **setting):
     """Five such models, averaged, and a temperature of the average."""
-    members = [training.member(task, number) for number in range(MEMBERS)]
+    members = [training.member(task, number, **setting) for number in range(MEMBERS)]
     plain_size = sum(size(m.model) for m in members)  # without the prior means, which only training needs
     model = mix(bayesify(m.model, "vanilla") for m in members)
     samples = partial(predict, model)
@@ -108,15 +108,22 @@ def method(task, *, name, lr=1.0, epochs=1.0, **options):
 def ivon_point(task, **setting):
     """Train by IVON's step and prior without its spread: how much of its gain is the schedule's."""
     model, first, seconds = training.train(task, "ivon", point=True, **setting)
-    return Outcome(seconds, first, size(model), {"mean": mean_of(model)})
+    mean = mean_of(model)
+    tempered, value = with_temperature(mean, task.held_out.batches())
+    return Outcome(seconds, first, size(model), {"mean": mean, "tempered mean": tempered}, {"temperature_mean": value})
 
 
 def last_layer(task, *, tune):
-    """Fit a Kronecker Laplace approximation of a plain model's last layer, which predicts in closed form."""
+    """Fit a Kronecker Laplace approximation of a plain model's last layer, which predicts in closed form.
+
+    A spread can only take confidence away; a temperature after it can also add some.
+    """
     model, first, seconds = training.member(task, 0)
     spent, sig = fit_last_layer(task, model, tune)
     notes = {"prior_sig": sig, "fit_over_training": spent / seconds}
-    return Outcome(seconds + spent, first, size(model), {"closed": partial(predict, model)}, notes)
+    closed = partial(predict, model)
+    tempered, notes["temperature_closed"] = with_temperature(closed, task.held_out.batches())
+    return Outcome(seconds + spent, first, size(model), {"closed": closed, "tempered closed": tempered}, notes)
 
 
 def fit_last_layer(task, model, tune):
@@ -140,7 +147,9 @@ def last_layers(task):
 METHODS = ("vi", "mc_dropout", "sgld", "la", "ivon", "swag")
 ROWS: dict[str, Callable] = {
     "plain": plain,
+    "plain_sgd": partial(plain, sgd=True),
     "ensemble5": ensemble,
+    "ensemble5_sgd": partial(ensemble, sgd=True),
     "la_last_kron": partial(last_layer, tune=None),
     "la_last_self": partial(last_layer, tune="self"),
     "mix5_la_last_kron": last_layers,
@@ -150,7 +159,9 @@ ROWS: dict[str, Callable] = {
 TUNABLE = ("plain", *METHODS)  # have a second row with a setting that validation data chose
 WORDS = {
     "plain": "plain",
+    "plain_sgd": "plain, by SGD",
     "ensemble5": "ensemble of 5",
+    "ensemble5_sgd": "ensemble of 5, by SGD",
     "la_last_kron": "la, last layer",
     "la_last_self": 'la, last layer, `tune="self"`',
     "mix5_la_last_kron": "mix of 5 la, last layer",

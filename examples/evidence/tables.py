@@ -5,10 +5,15 @@ import statistics
 from typing import NamedTuple
 
 BAR = ("plain", "temperature")  # what everything is compared with
+BASES = ("plain", "ensemble5")  # which have rows by SGD where a task's optimizer is another
+BY_SGD = ("sgld", "ivon", "ivon_point", "ensemble5_sgd")  # step by SGD's rule, whatever the task's optimizer is
 
 
 class Apart(NamedTuple):
-    """A difference over seeds: its mean and standard error, and in how many seeds it is below zero."""
+    """A difference over seeds: its mean and standard error, in how many seeds it is below zero, and of how many.
+
+    Seeds where there is no difference at all are not counted: the sign test has nothing to learn from them.
+    """
 
     mean: float
     error: float
@@ -16,9 +21,9 @@ class Apart(NamedTuple):
     count: int
 
     @property
-    def at_most(self):
-        """Whether the mean is at most 0 within one standard error."""
-        return self.mean <= (0 if math.isnan(self.error) else self.error)
+    def or_none(self):
+        """The standard error, 0 where one seed has none."""
+        return 0.0 if math.isnan(self.error) else self.error
 
     def shown(self, digits=4):
         """The mean with its standard error, which one seed does not have."""
@@ -34,10 +39,16 @@ class Apart(NamedTuple):
 
 
 class Table:
-    """The results of one task: {row: {seed: result}}."""
+    """The results of one task.
 
-    def __init__(self, rows):
-        self.rows = rows
+    Args:
+        rows: {row: {seed: result}}.
+        overlap: Test items over training items, where every seed splits the same data anew: seeds are then not
+            independent, and the variance of their mean is s^2 (1/n + overlap) (Nadeau and Bengio, 2003).
+    """
+
+    def __init__(self, rows, overlap=0.0):
+        self.rows, self.overlap = rows, overlap
 
     def kinds(self, row):
         """Return a row's ways to predict that all of its seeds have."""
@@ -66,6 +77,16 @@ class Table:
         """Return the mean over seeds of a note."""
         return statistics.mean(result["notes"][name] for result in self.rows[row].values())
 
+    def rival(self, row, way):
+        """Return a baseline as fair as the row: with a chosen setting if it has one, and by the same optimizer."""
+        if way[0] == "plain" and row.endswith("_tuned"):
+            return "plain_tuned", way[1]
+        return (f"{way[0]}_sgd", way[1]) if row in BY_SGD and way[0] in BASES and "plain_sgd" in self.rows else way
+
+    def against(self, way, other=BAR, score="nll", other_score=None):
+        """Return a (row, kind)'s score minus that of its rival, paired by seed."""
+        return self.paired(way, self.rival(way[0], other), score, other_score)
+
     def over_plain(self, row, name):
         """Return the mean of the ratios to plain training, paired by seed."""
         plain = self.rows[BAR[0]]
@@ -82,5 +103,6 @@ class Table:
                 found += [] if a is None or b is None else [a - b]
         if not found:
             return Apart(math.nan, math.nan, 0, 0)
-        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-        return Apart(statistics.mean(found), error, sum(v < 0 for v in found), len(found))
+        spread = math.sqrt(1 / len(found) + self.overlap)
+        error = statistics.stdev(found) * spread if len(found) > 1 else math.nan
+        return Apart(statistics.mean(found), error, sum(v < 0 for v in found), sum(v != 0 for v in found))

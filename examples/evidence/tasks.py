@@ -21,6 +21,7 @@ from . import shifts
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / "runs/evidence"
 HELD_OUT = 0.2
+HELD_OUT_MOST = 2000  # enough for one factor or one temperature
 
 
 class Part(NamedTuple):
@@ -79,20 +80,26 @@ def strange(x):
     return Part(x, torch.zeros(len(next(iter(x.values())) if isinstance(x, dict) else x), dtype=torch.long))
 
 
+def sgd(groups):
+    """Return the optimizer of plain training, unless a task has another; each group has its learning rate."""
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
 class Task:
     """A task with one seed. A subclass sets these, `train`, `held_out` and what is scored."""
 
     name: str
     about: str
     head = "classifier.*"  # the last layer
+    overlap = 0.0  # test items over training items, where seeds split the same data
     epochs, batch, lr, sgd_lr = 40, 32, 0.1, 0.1
 
     def __init__(self, seed):
         self.seed = seed
 
     def hold_out(self, part):
-        """Cut the training rows into those that train and the fifth that settings are chosen on."""
-        held, rest = chosen(len(part.y), round(HELD_OUT * len(part.y)), self.seed)
+        """Cut the training rows into those that train and the fifth, or 2,000, that settings are chosen on."""
+        held, rest = chosen(len(part.y), min(HELD_OUT_MOST, round(HELD_OUT * len(part.y))), self.seed)
         self.train, self.held_out = part.take(rest), part.take(held)
 
     def logits(self, model, inputs):
@@ -114,7 +121,7 @@ class Task:
     def optimizer(self, model, *, bayesian, factor):
         """Return plain training's optimizer, its learning rates times a factor."""
         groups = (self.groups if bayesian else self.plain_groups)(model, self.lr * factor)
-        return torch.optim.SGD(groups, lr=self.lr * factor, momentum=0.9)
+        return sgd(groups)
 
 
 class Digits(Task):
@@ -224,7 +231,7 @@ class Photos(Task):
         "digits in RGB"
     )
     epochs, batch, lr, lr_head, sgd_lr = 8, 16, 1e-3, 1e-2, 1e-3
-    size, first, tested = 128, 4, 153
+    size, first, tested, overlap = 128, 4, 153, 153 / 244
 
     def __init__(self, seed):
         super().__init__(seed)

@@ -25,7 +25,7 @@ class Trained(NamedTuple):
     seconds: float
 
 
-def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=None):
+def train(task, method, *, member=0, point=False, sgd=False, lr=1.0, epochs=1.0, options=None):
     """Train one method.
 
     Args:
@@ -34,6 +34,7 @@ def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=No
         member: Which member of an ensemble: another start and another order.
         point: Every gradient is taken at the posterior mean, and IVON's curvature stays constant: what is left of the
             method when its spread goes to 0.
+        sgd: Plain training steps by SGD with the learning rate of SGLD and IVON, whatever the task's own optimizer is.
         lr: A factor on the task's learning rates.
         epochs: A factor on the task's epochs.
         options: Of `bayesify`.
@@ -41,13 +42,12 @@ def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=No
     seed = 1000 * task.seed + member
     torch.manual_seed(seed)
     model, count = task.model(), len(task.train.y)
-    per_epoch, rounds = -(-count // task.batch), max(1, round(task.epochs * epochs))
-    steps = per_epoch * rounds
+    rounds, steps = length(task, epochs)
     begin = time.process_time()
     if method != "plain":
-        length = {"steps": steps} if method == "swag" else {}  # which has a schedule of its own
-        bayesify(model, method, **length, **(options or {}))
-    optimizer = optimizer_of(task, model, method, lr, count, point)
+        known = {"steps": steps} if method == "swag" else {}  # which has a schedule of its own
+        bayesify(model, method, **known, **(options or {}))
+    optimizer = optimizer_of(task, model, method, lr, count, point, sgd)
     warm = 10 if point else 1  # IVON's own, which it has where b2 is not given
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm) * (1 - step / steps))
     order, first = torch.Generator().manual_seed(seed), None
@@ -72,7 +72,20 @@ def train(task, method, *, member=0, point=False, lr=1.0, epochs=1.0, options=No
     return Trained(model.eval(), first, time.process_time() - begin)
 
 
-def optimizer_of(task, model, method, lr, count, point):
+def warm_up(task):
+    """Take one step that nobody needs: a process's first is slower than the others, and would count as training."""
+    model = task.model()
+    inputs, labels = task.train.take(torch.arange(min(task.batch, len(task.train.y))))
+    F.cross_entropy(task.logits(model, inputs), labels).backward()
+
+
+def length(task, epochs=1.0):
+    """Return how many epochs and how many steps a training has, of a factor on the task's epochs."""
+    rounds = max(1, round(task.epochs * epochs))
+    return rounds, rounds * -(-len(task.train.y) // task.batch)
+
+
+def optimizer_of(task, model, method, lr, count, point, sgd):
     """Return the task's own optimizer, or the method's with the learning rates of SGD."""
     if method == "sgld":
         return SGLD(model, task.groups(model, task.sgd_lr * lr), num_data=count, momentum=0.9)
@@ -80,12 +93,21 @@ def optimizer_of(task, model, method, lr, count, point):
         constant = {"betas": (0.9, 1 - 1e-12)} if point else {}
         same = task.sgd_lr * lr / (1 - 0.9)  # IVON averages gradients where SGD's momentum of 0.9 sums them
         return IVON(model, task.groups(model, same), num_data=count, **constant)
+    if sgd:
+        return tasks.sgd(task.plain_groups(model, task.sgd_lr * lr))
     return task.optimizer(model, bayesian=method != "plain", factor=lr)
 
 
 def member(task, number, **setting):
     """Return a plain member, trained once per task, seed, number and setting."""
-    what = {"epochs": task.epochs, "batch": task.batch, "lr": task.lr, "sgd_lr": task.sgd_lr, **setting}
+    what = {
+        "count": len(task.train.y),
+        "epochs": task.epochs,
+        "batch": task.batch,
+        "lr": task.lr,
+        "sgd_lr": task.sgd_lr,
+        **setting,
+    }
     mark = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
     path = tasks.CACHE / "members" / f"{task.name}-{task.seed}-{number}-{mark}.pt"
     if not path.is_file():

@@ -4,13 +4,14 @@ import json
 import statistics
 from pathlib import Path
 
+from examples.evidence.files import read_all
+from examples.evidence.page import table_of_task
 from examples.sections import with_section
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
-EVIDENCE = ROOT / "docs" / "results" / "evidence"
 COSTS = {"mlp, batch 128": "MLP", "vit_b_32, batch 8": "ViT-B/32", "resnet50, batch 8": "ResNet-50"}
 METHODS = {  # by the evidence's row: what a weight is, and how the method is used
     "la_last_kron": ("Gaussian by the curvature, in the last layer", "the three lines; one pass at prediction"),
@@ -31,7 +32,7 @@ NOTES = {
 }
 QUALITY = {  # a column: what it is minus, and the ways to predict that may be compared with it
     "NLL": (("plain", "mean"), ("samples",)),
-    "NLL, held-out data": (("plain", "temperature"), ("closed", "tempered samples")),
+    "NLL, held-out data": (("plain", "temperature"), ("closed", "tempered closed", "tempered samples")),
 }
 
 
@@ -70,35 +71,19 @@ def methods(results, found):
     quality = (
         "NLL is that of test data at the defaults minus that of plain training; with held-out data for a temperature "
         "(or for the last layer's prior), minus that of plain training with a temperature: below zero is better "
-        f"(the mean of {', '.join(sorted(tasks()))}: [evidence](docs/evidence.md))."
+        f"(the mean of {', '.join(sorted(read_all()))}: [evidence](docs/evidence.md))."
     )
     return "\n".join([*lines, "", f"{cost} {quality}", ""])
 
 
-def tasks():
-    """Return the evidence's results: {task: {(row, seed): predictions}}."""
-    out = {}
-    for path in sorted(EVIDENCE.glob("*/*.json")):
-        row, _, seed = path.stem.rpartition("-")
-        out.setdefault(path.parent.name, {})[row, seed] = json.loads(path.read_text())["predictions"]
-    return out
-
-
 def evidence():
-    """Return {column: {row: the NLL minus plain training's, the mean of the seeds, and of all tasks}}."""
-    out = {}
-    for column, ((plain, plain_kind), kinds) in QUALITY.items():
-        for row, kind in ((row, kind) for row in METHODS for kind in kinds):
-            apart = [
-                [
-                    scored[kind]["nll"] - found[plain, seed][plain_kind]["nll"]
-                    for (name, seed), scored in found.items()
-                    if name == row and kind in scored
-                ]
-                for found in tasks().values()
-            ]
-            if all(apart):
-                out.setdefault(column, {})[row] = statistics.mean(map(statistics.mean, apart))
+    """Return {column: {row: the NLL minus that of plain training, the mean of all seeds and tasks}}."""
+    tables, out = [table_of_task(*item) for item in read_all().items()], {}
+    for column, (plain, kinds) in QUALITY.items():
+        for way in ((row, kind) for row in METHODS for kind in kinds):
+            if all(table.has(way) for table in tables):
+                apart = [table.against(way, plain).mean for table in tables]
+                out.setdefault(column, {})[way[0]] = statistics.mean(apart)
     return out
 
 
