@@ -111,12 +111,8 @@ class DropoutPosterior(Posterior):
         center = self.center
         if not fusion.fused(mean, *center.tensors):
             return super().draw(mean, seed)
-        theta = torch.empty_like(mean, requires_grad=False)
         ins = (mean, *center.tensors)
-        fusion.run(CHOICES[center.given], self.stream(seed), ins, (theta,), center.numbers, p_drop=self.p_drop)
-        if self.fixed_row is not None:
-            theta[self.fixed_row] = mean[self.fixed_row]
-        return theta
+        return self.by_element(CHOICES[center.given], seed, ins, center.numbers, p_drop=self.p_drop)
 
     @property
     def precision(self) -> float:

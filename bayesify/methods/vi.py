@@ -281,11 +281,7 @@ class VIPosterior(Posterior):
         """Compute `theta`."""
         if not fusion.fused(mean, self.rho):
             return super().draw(mean, seed)
-        theta = torch.empty_like(mean, requires_grad=False)
-        fusion.run(LINKS[self.link].formulas.draw, self.stream(seed), (mean, self.rho), (theta,))
-        if self.fixed_row is not None:
-            theta[self.fixed_row] = mean[self.fixed_row]
-        return theta
+        return self.by_element(LINKS[self.link].formulas.draw, seed, (mean, self.rho))
 
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)).

@@ -65,11 +65,7 @@ class MomentsPosterior(Posterior):
         center, std = self.mean_theta(mean), self.own_std
         if not fusion.fused(center, std):
             return super().draw(mean, seed)
-        theta = torch.empty_like(center, requires_grad=False)
-        fusion.run(_add_noise, self.stream(seed), (center, std), (theta,))
-        if self.fixed_row is not None:
-            theta[self.fixed_row] = center[self.fixed_row]
-        return theta
+        return self.by_element(_add_noise, seed, (center, std))
 
     @property
     def precision(self) -> float:

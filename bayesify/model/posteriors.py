@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from bayesify.engine import fusion
 from bayesify.engine import noise as noises
 from bayesify.model import shards
 from bayesify.model.quadratics import Center, wide
@@ -216,6 +217,16 @@ class Posterior(Stored):
     def draw(self, mean: Tensor, seed: int) -> Tensor:
         """Compute `theta` of a draw where no gradient is wanted; may be given in a faster way."""
         return self.theta(mean, self.noise_of(seed))
+
+    def by_element(
+        self, element: fusion.Element, seed: int, ins: tuple[Tensor, ...], par: tuple[float, ...] = (), **kind: float
+    ) -> Tensor:
+        """Return a draw by a formula of one element; `ins` begin with the centre, which a fixed row keeps."""
+        theta = torch.empty_like(ins[0], requires_grad=False)
+        fusion.run(element, self.stream(seed), ins, (theta,), par, **kind)
+        if self.fixed_row is not None:
+            theta[self.fixed_row] = ins[0][self.fixed_row]
+        return theta
 
     def core(self, mean: Tensor) -> Tensor:
         """Return what a calibrated spread is taken around: theta without its noise."""

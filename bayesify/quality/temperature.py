@@ -165,12 +165,14 @@ def _require_interior(curve: dict[float, float], bounds: tuple[float, float]) ->
         )
 
 
-def golden_section(nll: Callable[[float], float], low: float, high: float) -> dict[float, float]:
-    """Shrink a bracket of the minimum to `_LOG_T_WIDTH` and return every point evaluated."""
+def golden_section(
+    nll: Callable[[float], float], low: float, high: float, width: float = _LOG_T_WIDTH
+) -> dict[float, float]:
+    """Shrink a bracket of the minimum to a width, by golden sections, and return every point evaluated."""
     ratio = (math.sqrt(5) - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     curve = {left: nll(left), right: nll(right)}
-    while high - low > _LOG_T_WIDTH:
+    while high - low > width:
         if curve[left] <= curve[right]:
             high, right = right, left
             left = high - ratio * (high - low)

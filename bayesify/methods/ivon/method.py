@@ -109,11 +109,7 @@ class IVONPosterior(Posterior):
         """Compute `theta`."""
         if self.h is None or self.strength is None or not fusion.fused(mean, self.h):
             return super().draw(mean, seed)
-        theta = torch.empty_like(mean, requires_grad=False)
-        fusion.run(_draw, self.stream(seed), (mean, self.h), (theta,), (self.strength, self.delta))
-        if self.fixed_row is not None:
-            theta[self.fixed_row] = mean[self.fixed_row]
-        return theta
+        return self.by_element(_draw, seed, (mean, self.h), (self.strength, self.delta))
 
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)), a value without a gradient: the optimizer's step has the prior.

@@ -6,7 +6,7 @@ one common factor. Where the prediction is a closed form, the last layer's input
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from bayesify.prediction.batches import is_one_batch
 from bayesify.prediction.closed import NotLastError, passed
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression
 from bayesify.prediction.predicting import predict
+from bayesify.quality.temperature import golden_section
 
 logger = logging.getLogger("bayesify")
 
@@ -34,6 +35,7 @@ EVIDENCE_RANGE = (-6.0, 3.0)  # powers of ten of prior_sig
 VALIDATION_RANGE = (-4.0, 1.0)  # for sampled predictions
 CLOSED_RANGE = (-2.0, 2.5)  # 1/prior_sig^2 from 1e4 to 1e-5
 COARSE = 0.5  # the grid's step, in powers of ten
+WIDTH = 0.01  # of the power, at which a golden-section search ends
 FINE = COARSE / 2  # for closed forms
 LEAST_SAMPLES = 5  # fewer say more about themselves than about the prior
 HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
@@ -127,7 +129,8 @@ def by_evidence(fitted: Sequence[Fitted]) -> float:
     best = min(_grid(EVIDENCE_RANGE, COARSE), key=loss)
     if best in EVIDENCE_RANGE:
         logger.warning("the evidence grows up to the end of the range, prior_sig %.3g: is the model trained?", 10**best)
-    power = _golden(loss, best - COARSE, best + COARSE, 10)
+    tried = golden_section(loss, best - COARSE, best + COARSE, WIDTH)
+    power = min(tried, key=lambda power: tried[power])
     logger.info("prior_sig %.4g has the largest evidence (was %.4g)", 10**power, base)
     return 10**power / base
 
@@ -328,20 +331,3 @@ def typical_sig(fitted: Sequence[Fitted]) -> float:
 def _grid(ends: tuple[float, float], step: float) -> list[float]:
     low, high = ends
     return [low + i * step for i in range(round((high - low) / step) + 1)]
-
-
-def _golden(loss: Callable[[float], float], low: float, high: float, steps: int) -> float:
-    """Narrow down a minimum between two points by golden sections."""
-    ratio = (math.sqrt(5) - 1) / 2
-    a, b = high - ratio * (high - low), low + ratio * (high - low)
-    at_a, at_b = loss(a), loss(b)
-    for _ in range(steps):
-        if at_a < at_b:
-            high, b, at_b = b, a, at_a
-            a = high - ratio * (high - low)
-            at_a = loss(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + ratio * (high - low)
-            at_b = loss(b)
-    return a if at_a < at_b else b
