@@ -6,6 +6,7 @@ from .scores import COVERAGES
 
 CURVES = (
     ("plain", "mean"),
+    ("plain_sgd", "mean"),
     ("ensemble5", "samples"),
     ("la_last_kron", "closed"),
     ("mix5_la_last_kron", "closed"),
@@ -53,8 +54,8 @@ def draw(path, table, words):
     from matplotlib.figure import Figure
 
     with rc_context({"svg.hashsalt": path.stem, "font.size": 7, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9.5, 3.6))
-        figure.subplots_adjust(left=0.06, right=0.99, bottom=0.13, top=0.98, wspace=0.6)  # legends stand in between
+        figure = Figure(figsize=(9.5, 4.2))
+        figure.subplots_adjust(left=0.06, right=0.99, bottom=0.11, top=0.98, wspace=0.6)  # legends stand in between
         left, right = figure.subplots(1, 2)
         points(left, table, words)
         curves(right, table, words)
