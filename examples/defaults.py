@@ -1,4 +1,4 @@
-"""What a newcomer gets: every method at its defaults on four tasks, beside plain training with temperature scaling.
+"""What a newcomer gets: every method at its defaults on the core tasks, beside plain training with temperature scaling.
 
     python examples/defaults.py [--tasks digits mnist] [--methods vi la] [--seeds 5] [--minutes 60]
     python examples/defaults.py --page          # only show the tables, from the results alone
