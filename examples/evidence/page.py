@@ -21,7 +21,7 @@ def page(results):
     tables = {name: table_of_task(name, results[name]) for name in TASKS if name in results and BAR[0] in results[name]}
     if not tables:
         return f"{TEXT}\nNo runs yet.\n"
-    lines = [TEXT, *claims.summary(tables), "", *claims.checks(tables), ""]
+    lines = [TEXT, *claims.summary(tables), "", *claims.checks(tables), "", METHOD]
     for name, table in tables.items():
         lines += [f"## {name}", "", f"{TASKS[name].about[0].upper()}{TASKS[name].about[1:]}.", ""]
         lines += [*table_of(table), "", f"![NLL against cost, and error against coverage](results/evidence/{name}.svg)"]
@@ -124,20 +124,25 @@ def notes(name, table):
     return ["\n".join(f"- {line}" for line in lines)]
 
 
-TEXT = f"""# Evidence
+TEXT = """# Evidence
 
 Every method at its defaults (`bayesify(model, method)`, nothing chosen) beside what it must beat: a plain network with
-temperature scaling, and an ensemble of five. A fifth of the training data, at most 2,000, is held out of every run;
-temperatures, `calibrate`'s factor and the last layer's prior are found on it. "Mean" is the plain model that
-`unbayesify` makes of a posterior, "tempered" is with a temperature as plain training has it. The test data is read once
-per run, by one function, after training; settings for the rows with a chosen setting come from validation data of seeds
-that are not reported: four settings and one seed for every method, up to six and three for plain training, whose
-optimizer is chosen too. The library's own defaults were chosen on validation data of digits, mnist, sentences and
-photos, which is apart from the test data but for the photos, whose splits overlap. No default was chosen on the other
-tasks. Test scores of earlier defaults were known when the present ones (the pull, the tolerance, SGLD's weights, IVON's
-curvature) were sought, and showed where to look; so were those of the default rows when `pull` joined the grids of the
-chosen settings, and when the tempered ways to predict and plain training by SGD joined the table, in which nothing is
-chosen. Written by `python -m examples.evidence` from `docs/results/evidence`.
+temperature scaling, and an ensemble of five. Written by `python -m examples.evidence` from `docs/results/evidence`.
+"""
+
+METHOD = f"""## How it was measured
+
+A fifth of the training data, at most 2,000, is held out of every run; temperatures, `calibrate`'s factor and the last
+layer's prior are found on it. "Mean" is the plain model that `unbayesify` makes of a posterior, "tempered" is with a
+temperature as plain training has it. The test data is read once per run, by one function, after training.
+
+Settings for the rows with a chosen setting come from validation data of seeds that are not reported: four settings and
+one seed for every method, up to six and three for plain training, whose optimizer is chosen too. The library's own
+defaults were chosen on validation data of digits, mnist, sentences and photos, which is apart from the test data but
+for the photos, whose splits overlap. No default was chosen on the other tasks. Test scores of earlier defaults were
+known when the present ones (the pull, the tolerance, SGLD's weights, IVON's curvature) were sought, and showed where to
+look; so were those of the default rows when `pull` joined the grids of the chosen settings, and when the tempered ways
+to predict and plain training by SGD joined the table, in which nothing is chosen.
 
 Plain training, vi, mc_dropout, la and swag step by the task's optimizer, which for sentences is AdamW; sgld and ivon
 step by SGD's rule. Where the two differ, plain training by SGD and an ensemble of it have rows of their own, and sgld
