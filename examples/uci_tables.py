@@ -13,6 +13,7 @@ import statistics
 from pathlib import Path
 
 import uci
+from evidence.tables import apart_of
 from sections import write_section
 
 ROOT = Path(__file__).parents[1]
@@ -62,9 +63,7 @@ def cell(values, digits):
 
 def apart(rows, vanilla):
     """Write the mean difference of the log-likelihood, with the standard error of overlapping splits."""
-    found = [r["ll"] - v["ll"] for r, v in zip(rows, vanilla, strict=True)]
-    error = statistics.stdev(found) * (1 / len(found) + TEST_OVER_TRAIN) ** 0.5
-    return f"{statistics.mean(found):+.2f} ± {error:.2f}"
+    return apart_of([r["ll"] - v["ll"] for r, v in zip(rows, vanilla, strict=True)], TEST_OVER_TRAIN).shown(2)
 
 
 def inside(rows):

@@ -55,7 +55,7 @@ def draw(path, table, words):
 
     with rc_context({"svg.hashsalt": path.stem, "font.size": 7, "svg.fonttype": "none"}):
         figure = Figure(figsize=(9.5, 4.2))
-        figure.subplots_adjust(left=0.06, right=0.99, bottom=0.11, top=0.98, wspace=0.6)  # legends stand in between
+        figure.subplots_adjust(left=0.075, right=0.99, bottom=0.11, top=0.98, wspace=0.6)  # legends stand in between
         left, right = figure.subplots(1, 2)
         points(left, table, words)
         curves(right, table, words)

@@ -38,13 +38,27 @@ class Apart(NamedTuple):
         return hits / 2**self.count
 
 
+def apart_of(found, overlap=0.0):
+    """Return what differences of seeds or splits say; their mean has the variance s^2 (1/n + overlap).
+
+    Args:
+        found: The differences.
+        overlap: Test items over training items, where all split the same data anew: they are then not independent
+            (Nadeau and Bengio, 2003).
+    """
+    if not found:
+        return Apart(math.nan, math.nan, 0, 0)
+    spread = math.sqrt(1 / len(found) + overlap)
+    error = statistics.stdev(found) * spread if len(found) > 1 else math.nan
+    return Apart(statistics.mean(found), error, sum(v < 0 for v in found), sum(v != 0 for v in found))
+
+
 class Table:
     """The results of one task.
 
     Args:
         rows: {row: {seed: result}}.
-        overlap: Test items over training items, where every seed splits the same data anew: seeds are then not
-            independent, and the variance of their mean is s^2 (1/n + overlap) (Nadeau and Bengio, 2003).
+        overlap: As in `apart_of`.
     """
 
     def __init__(self, rows, overlap=0.0):
@@ -101,8 +115,4 @@ class Table:
             if beside is not None:
                 a, b = result["predictions"][one[1]][score], beside["predictions"][other[1]][other_score or score]
                 found += [] if a is None or b is None else [a - b]
-        if not found:
-            return Apart(math.nan, math.nan, 0, 0)
-        spread = math.sqrt(1 / len(found) + self.overlap)
-        error = statistics.stdev(found) * spread if len(found) > 1 else math.nan
-        return Apart(statistics.mean(found), error, sum(v < 0 for v in found), sum(v != 0 for v in found))
+        return apart_of(found, self.overlap)
