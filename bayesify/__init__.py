@@ -1,18 +1,18 @@
 """Honest uncertainty for any pretrained PyTorch model, in one line."""
 
 from bayesify import methods
+from bayesify.core.checkpoint import load, save
+from bayesify.core.groups import param_groups
+from bayesify.core.mixing import components, mix
+from bayesify.core.penalty import penalty
+from bayesify.core.summary import summary
+from bayesify.core.wrap import bayesify, mean, named_posteriors, sample, samples, unbayesify
 from bayesify.methods.ivon.optimizer import IVON
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.methods.sgld.optimizer import SGLD
-from bayesify.model.checkpoint import load, save
-from bayesify.model.groups import param_groups
-from bayesify.model.mixing import components, mix
-from bayesify.model.overview import summary
-from bayesify.model.prior_term import penalty
-from bayesify.model.wrapping import bayesify, mean, named_posteriors, sample, samples, unbayesify
 from bayesify.prediction import active
-from bayesify.prediction.calibration import calibrate
-from bayesify.prediction.predicting import predict
+from bayesify.prediction.calibrate import calibrate
+from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
 __version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 import sys
 
-from bayesify.command import main
+from bayesify.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from bayesify import bayesify, fit_laplace, predict, sample, save, unbayesify
-from bayesify.demo import digits, trained
+from bayesify.cli.demo import digits, trained
 
 CHECK = """
 import sys, torch

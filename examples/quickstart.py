@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from bayesify import bayesify, fit_laplace, metrics, mix, param_groups, penalty, plots, predict
-from bayesify.demo import digits
+from bayesify.cli.demo import digits
 
 MEMBERS = 5
 

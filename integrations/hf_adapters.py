@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayesify.model.checkpoint import root_of
-from bayesify.model.folders import is_adapter, plain_state_dicts
-from bayesify.model.mixture import Mixture, mixture_in
-from bayesify.model.seeds import is_whole
-from bayesify.model.wrapping import samples
+from bayesify.core.checkpoint import root_of
+from bayesify.core.folders import is_adapter, plain_state_dicts
+from bayesify.core.mixture import Mixture, mixture_in
+from bayesify.core.seeds import is_whole
+from bayesify.core.wrap import samples
 
 from .extras import extra
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify import metrics
-from bayesify.model.draws import MEAN, Draw, Mode
-from bayesify.model.mixture import member_count, member_scopes
-from bayesify.model.modes import override
-from bayesify.model.quadratics import wide
-from bayesify.model.seeds import draw_seeds
-from bayesify.model.wrapping import scopes_of
-from bayesify.prediction.closed import Call, NotLastError, same_output, watching
+from bayesify.core.draws import MEAN, Draw, Mode
+from bayesify.core.mixture import member_count, member_scopes
+from bayesify.core.modes import override
+from bayesify.core.quadratics import wide
+from bayesify.core.seeds import draw_seeds
+from bayesify.core.wrap import scopes_of
 from bayesify.prediction.gaussian import GaussianLogits
-from bayesify.prediction.predicting import MOST
+from bayesify.prediction.last_layer import Call, NotLastError, same_output, watching
+from bayesify.prediction.predict import MOST
 from bayesify.prediction.probabilities import entropy_of
 from bayesify.prediction.targets import IGNORED
 

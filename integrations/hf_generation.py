@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from bayesify.model.mixture import Mixture
-from bayesify.model.seeds import is_whole
-from bayesify.model.wrapping import scopes_of
+from bayesify.core.mixture import Mixture
+from bayesify.core.seeds import is_whole
+from bayesify.core.wrap import scopes_of
 from bayesify.prediction.probabilities import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples

@@ -14,11 +14,11 @@ from huggingface_hub import HfApi
 from torch import nn
 from transformers.utils.hub import cached_file
 
-from bayesify.model.card import write_card
-from bayesify.model.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
-from bayesify.model.folders import is_adapter
-from bayesify.model.mixture import Mixture, mixture_in
-from bayesify.model.wrapping import scopes_of
+from bayesify.core.card import write_card
+from bayesify.core.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
+from bayesify.core.folders import is_adapter
+from bayesify.core.mixture import Mixture, mixture_in
+from bayesify.core.wrap import scopes_of
 
 from .extras import extra
 

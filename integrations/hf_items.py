@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from bayesify.model.mixture import Mixture
-from bayesify.model.wrapping import mean
+from bayesify.core.mixture import Mixture
+from bayesify.core.wrap import mean
 from bayesify.prediction.targets import IGNORED
 
 LABELS, SHIFTED = "labels", "shift_labels"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from bayesify.model.prior_term import penalty
+from bayesify.core.penalty import penalty
 
 from .hf_items import Counting, count_all, items, random_state_kept, try_out
 

@@ -9,10 +9,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from bayesify.model.mixture import Mixture
-from bayesify.model.seeds import is_whole
-from bayesify.model.wrapping import scopes_of
-from bayesify.prediction.predicting import predict
+from bayesify.core.mixture import Mixture
+from bayesify.core.seeds import is_whole
+from bayesify.core.wrap import scopes_of
+from bayesify.prediction.predict import predict
 from bayesify.prediction.probabilities import entropy_of
 
 from .hf_evaluation import Average, PinnedSamples, default_samples

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 import bayesify
-from bayesify.model.checkpoint import load, mean_tensors, root_of, save_posterior
-from bayesify.model.folders import is_adapter
-from bayesify.model.mixture import Mixture
-from bayesify.model.posteriors import Posterior
-from bayesify.model.seeds import is_whole
-from bayesify.model.wrapping import scopes_of
+from bayesify.core.checkpoint import load, mean_tensors, root_of, save_posterior
+from bayesify.core.folders import is_adapter
+from bayesify.core.mixture import Mixture
+from bayesify.core.posterior import Posterior
+from bayesify.core.seeds import is_whole
+from bayesify.core.wrap import scopes_of
 from bayesify.prediction.batches import logits_of
-from bayesify.prediction.closed import NotLastError
+from bayesify.prediction.last_layer import NotLastError
 
 from .hf_evaluation import Average, Evaluation
 from .hf_hub import write_mixture_card

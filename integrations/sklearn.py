@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify as library
+from bayesify.core.checkpoint import load, save
+from bayesify.core.groups import param_groups
+from bayesify.core.method import Method
+from bayesify.core.penalty import penalty
+from bayesify.core.wrap import bayesify, scopes_of
 from bayesify.methods.laplace.fit import fit_laplace
-from bayesify.model.checkpoint import load, save
-from bayesify.model.groups import param_groups
-from bayesify.model.method import Method
-from bayesify.model.prior_term import penalty
-from bayesify.model.wrapping import bayesify, scopes_of
-from bayesify.prediction.predicting import predict
+from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import Predictive
 from bayesify.prediction.regression import RegressionPredictive
 

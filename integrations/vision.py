@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesify.model.method import ARGUMENTS, Method, resolve
-from bayesify.model.wrapping import bayesify
+from bayesify.core.method import ARGUMENTS, Method, resolve
+from bayesify.core.wrap import bayesify
 from bayesify.prediction.statistics import update_bn
 
 from .extras import extra

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from bayesify.demo import digits, trained
+from bayesify.cli.demo import digits, trained
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (

@@ -23,8 +23,9 @@ from bayesify import (
     save,
     summary,
 )
-from bayesify.model.seeds import draw_seeds
-from bayesify.prediction import calibration, likelihoods
+from bayesify.core.seeds import draw_seeds
+from bayesify.prediction import calibrate as calibration
+from bayesify.prediction import likelihoods
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] + 0.8 * torch.randn(60, generator=torch.Generator().manual_seed(1)) > 0).long()

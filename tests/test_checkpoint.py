@@ -10,8 +10,8 @@ from torch import nn
 
 import bayesify as library
 from bayesify import bayesify, load, mean, named_posteriors, penalty, predict, save, summary, unbayesify
-from bayesify.model import checkpoint, fileformat
-from bayesify.model.checkpoint import POSTERIOR_FILE, CheckpointError
+from bayesify.core import checkpoint, fileformat
+from bayesify.core.checkpoint import POSTERIOR_FILE, CheckpointError
 
 OPTIONS = [
     ("vi", {}),

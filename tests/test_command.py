@@ -10,8 +10,8 @@ from torch import nn
 
 import bayesify
 from bayesify import fit_laplace, named_posteriors, predict, save
-from bayesify.command import main, read_prediction
-from bayesify.model.inspecting import inspect_file, stored_posteriors
+from bayesify.cli.main import main, read_prediction
+from bayesify.core.inspecting import inspect_file, stored_posteriors
 
 
 def network():
@@ -59,7 +59,7 @@ def test_a_file_alone_tells_the_spread_that_the_model_has(method, options, tmp_p
 
 
 def test_the_posteriors_of_a_file_are_the_models(tmp_path):
-    from bayesify.model.checkpoint import ALONE, read
+    from bayesify.core.checkpoint import ALONE, read
 
     model = fitted("vi", prior_sig=0.2)
     save(model, tmp_path)

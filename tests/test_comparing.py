@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bayesify import predict
-from bayesify.command import main
-from bayesify.comparing import SCALED, Case, Row, apart, compare, last_linear, read_case, table, verdict
+from bayesify.cli.compare import SCALED, Case, Row, apart, compare, last_linear, read_case, table, verdict
+from bayesify.cli.main import main
 from bayesify.prediction.predictive import Predictive
 
 FILE = """

@@ -9,8 +9,8 @@ from checkpoints import SETTINGS, net, trained
 from safetensors.torch import load_file, save_file
 
 from bayesify import bayesify, load, named_posteriors, save
-from bayesify.model import fileformat
-from bayesify.model.checkpoint import POSTERIOR_FILE, CheckpointError
+from bayesify.core import fileformat
+from bayesify.core.checkpoint import POSTERIOR_FILE, CheckpointError
 
 
 def test_a_crash_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -24,7 +24,7 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def dies(*args, **kwargs):
         raise OSError("disk full")
 
-    for victim in ("os.fsync", "bayesify.model.fileformat.save_file", "os.replace"):
+    for victim in ("os.fsync", "bayesify.core.fileformat.save_file", "os.replace"):
         with monkeypatch.context() as patch:
             patch.setattr(victim, dies)
             with pytest.raises(OSError, match="disk full"):

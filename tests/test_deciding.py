@@ -12,7 +12,8 @@ from bayesify import active, bayesify, fit_laplace, metrics, predict
 from bayesify.prediction.multilabel import MultilabelPredictive
 from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.regression import RegressionPredictive
-from bayesify.quality import conformal, deciding
+from bayesify.quality import conformal
+from bayesify.quality import selective as deciding
 
 
 def classes(count, seed, *, sharp=2.0, number=4):

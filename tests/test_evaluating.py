@@ -9,7 +9,7 @@ from cases import tensor
 from torch import nn
 
 from bayesify import bayesify, predict
-from bayesify.model.evaluating import _HELD, evaluation
+from bayesify.core.evaluating import _HELD, evaluation
 
 
 def net() -> nn.Module:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bayesify import bayesify, load, named_posteriors, save
-from bayesify.model import fileformat
+from bayesify.core import fileformat
 
 FILES = ["model.safetensors", "posterior.safetensors"]
 
@@ -26,7 +26,7 @@ def linear(value=0.0):
 KILLED = """
 import os, signal, sys, torch
 from bayesify import bayesify, save
-from bayesify.model import fileformat
+from bayesify.core import fileformat
 def begin(tensors, path, metadata):
     # As safetensors does, which writes beside the file under a name of its own.
     (path.parent / ".tmpAbCdEf").write_bytes(b"a part")

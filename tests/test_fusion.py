@@ -258,7 +258,7 @@ import torch
 from bayesify.engine import fusion
 from bayesify.engine.noise import Stream
 from bayesify.methods.vi import LINKS
-from bayesify.model.moments import _add_noise
+from bayesify.core.moments import _add_noise
 
 formulas = {"vi": LINKS["softplus"].formulas.draw, "la": _add_noise}
 for name in sys.argv[1:]:

@@ -8,8 +8,8 @@ from huggingface_zoo import BY_NAME, no_warning
 
 from bayesify import bayesify as make_bayesian
 from bayesify import components, mix, named_posteriors, predict, samples
+from bayesify.core.mixture import shared_copy
 from bayesify.integrations.huggingface import export_adapters, from_pretrained, generate, save_pretrained
-from bayesify.model.mixture import shared_copy
 
 peft = pytest.importorskip("peft")
 TARGETS = {"Bert": ("SEQ_CLS", ["query", "value"]), "Llama": ("CAUSAL_LM", ["q_proj", "v_proj"])}

@@ -13,8 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, TrainerCallb
 
 from bayesify import bayesify as make_bayesian
 from bayesify import components, named_posteriors, predict
+from bayesify.core.mixture import Mixture
 from bayesify.integrations.huggingface import BayesTrainer, from_pretrained
-from bayesify.model.mixture import Mixture
 
 STEPS, MEMBERS = 4, 3
 TOKENS = torch.randint(3, 40, (10, 6), generator=torch.Generator().manual_seed(1))

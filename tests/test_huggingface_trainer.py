@@ -158,7 +158,7 @@ def test_options_out_of_range(options, message, tmp_path):
 
 
 def test_the_plain_trainer_warns_that_the_penalty_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("bayesify.model.steps.PATIENCE", 2)
+    monkeypatch.setattr("bayesify.core.steps.PATIENCE", 2)
     args = arguments(tmp_path, max_steps=5)
     trainer = Trainer(make_bayesian(classifier()), args, train_dataset=sentences())
     with pytest.warns(UserWarning, match="BayesTrainer"):

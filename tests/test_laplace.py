@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bayesify import bayesify, fit_laplace, mean, named_posteriors, penalty, sample, summary
-from bayesify.model.selection import SelectionError
+from bayesify.core.selection import SelectionError
 
 
 def test_num_data_defaults_to_what_was_seen():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from bayesify import bayesify, fit_laplace, metrics, named_posteriors, predict, summary
 from bayesify.methods.laplace import tuning
-from bayesify.prediction import predicting
+from bayesify.prediction import predict as predicting
 
 # -- the closed form -----------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import bayesify, fit_laplace, load, metrics, named_posteriors, penalty, predict, save, summary
+from bayesify.core.scales import TOLERANCE
 from bayesify.methods.laplace import tuning
-from bayesify.model.scales import TOLERANCE
 from bayesify.prediction import likelihoods
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import bayesify
 
-ORDER = ("engine", "model", "quality", "prediction", "methods", "integrations", "examples")
+ORDER = ("engine", "core", "quality", "prediction", "methods", "cli", "integrations", "examples")
 ROOT = Path(__file__).parent.parent
 SOURCES = [p for top in ("bayesify", "integrations") for p in sorted((ROOT / top).rglob("*.py"))]
 
@@ -37,9 +37,3 @@ def test_imports_go_one_way(path):
 
 def test_the_package_shows_its_public_names_only():
     assert sorted(dir(bayesify)) == sorted([*bayesify.__all__, "__version__"])
-
-
-def test_no_module_is_named_like_a_public_function():
-    modules = {p.stem for p in SOURCES}
-    functions = {n for n in bayesify.__all__ if callable(getattr(bayesify, n))}
-    assert not modules & functions - {"bayesify"}

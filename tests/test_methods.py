@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributions import Laplace
 
 from bayesify import bayesify, mean, methods, named_posteriors, penalty, sample, unbayesify
-from bayesify.model.method import REGISTRY, Method
-from bayesify.model.posteriors import Posterior, Prior, state_dtype
+from bayesify.core.method import REGISTRY, Method
+from bayesify.core.posterior import Posterior, Prior, state_dtype
 
 X = tensor(5, 4)
 

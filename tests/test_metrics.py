@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bayesify.quality.conformal
-import bayesify.quality.deciding
 import bayesify.quality.detection
-import bayesify.quality.gaussians
 import bayesify.quality.metrics
+import bayesify.quality.regression
+import bayesify.quality.selective
 import bayesify.quality.temperature
 from bayesify import metrics
 

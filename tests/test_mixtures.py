@@ -24,9 +24,9 @@ from bayesify import (
     summary,
     unbayesify,
 )
-from bayesify.model import checkpoint
-from bayesify.model.checkpoint import POSTERIOR_FILE, CheckpointError
-from bayesify.model.mixture import Mixture, shared_copy
+from bayesify.core import checkpoint
+from bayesify.core.checkpoint import POSTERIOR_FILE, CheckpointError
+from bayesify.core.mixture import Mixture, shared_copy
 from bayesify.prediction.predictive import Predictive
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

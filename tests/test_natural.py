@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import bayesify, mean, named_posteriors, param_groups, penalty, sample
+from bayesify.core.scales import TOLERANCE
 from bayesify.engine import fusion
 from bayesify.methods.natural import LARGEST, MEMORY
-from bayesify.model.scales import TOLERANCE
 
 
 def quadratic(curvature, n=400):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from variants import LINK_FUNCTIONS, SIG, VARIANTS, N
 
 from bayesify import bayesify, mean, penalty, sample
+from bayesify.core.method import REGISTRY
+from bayesify.core.posterior import Posterior, Prior, autograd_pullback
 from bayesify.methods.vi import LINKS
-from bayesify.model.method import REGISTRY
-from bayesify.model.posteriors import Posterior, Prior, autograd_pullback
 
 # -- closed forms and the generic way ----------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import IVON, SGLD, bayesify, load, named_posteriors, param_groups, penalty, save
-from bayesify.model.pull import MEMORY, NEAREST, SHARE
-from bayesify.model.scales import PULL
+from bayesify.core.pull import MEMORY, NEAREST, SHARE
+from bayesify.core.scales import PULL
 
 METHODS = ("vi", "mc_dropout", "sgld", "la", "ivon", "swag")
 

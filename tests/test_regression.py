@@ -9,7 +9,7 @@ from torch import nn
 
 from bayesify import bayesify, fit_laplace, metrics, penalty, predict
 from bayesify.prediction.likelihoods import Regression
-from bayesify.quality import gaussians
+from bayesify.quality import regression as gaussians
 
 
 def mixture(samples=4, count=6, seed=0):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bayesify import bayesify, mean, penalty, sample
-from bayesify.model.replay import REMEMBERED_THREADS
+from bayesify.core.recompute import REMEMBERED_THREADS
 
 KINDS = pytest.mark.parametrize("reentrant", [False, True])
 

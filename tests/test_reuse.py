@@ -13,8 +13,9 @@ import transformers
 from torch import nn
 
 from bayesify import bayesify, fit_laplace, predict, samples
-from bayesify.model import reuse, wrapping
-from bayesify.prediction import predicting
+from bayesify.core import reuse
+from bayesify.core import wrap as wrapping
+from bayesify.prediction import predict as predicting
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 

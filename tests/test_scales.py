@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from bayesify import bayesify, load, named_posteriors, penalty, save
-from bayesify.model import scales
+from bayesify.core import scales
 
 
 def net(seed=0):

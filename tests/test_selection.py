@@ -6,7 +6,7 @@ from cases import MLP, Bare, Tied
 from torch import nn
 
 from bayesify import bayesify, named_posteriors
-from bayesify.model.selection import SelectionError, candidates
+from bayesify.core.selection import SelectionError, candidates
 
 
 def names(model: nn.Module) -> list[str]:

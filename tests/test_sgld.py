@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import SGLD, bayesify, load, mean, named_posteriors, penalty, predict, sample, save, summary
+from bayesify.core.wrap import unbayesify
 from bayesify.engine import noise as noises
 from bayesify.methods.sgld.method import FADE, FEW
-from bayesify.model.wrapping import unbayesify
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

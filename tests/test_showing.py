@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bayesify import bayesify, plots, predict, summary
-from bayesify.model.overview import MOST_ROWS
+from bayesify.core.summary import MOST_ROWS
 from bayesify.prediction.predictive import Predictive
 
 LOGITS = torch.randn(4, 30, 3, generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ from cases import MLP, tensor
 from torch import nn
 
 from bayesify import SGLD, bayesify, named_posteriors, param_groups, penalty, sample
-from bayesify.model.steps import PATIENCE, SETTLED
+from bayesify.core.steps import PATIENCE, SETTLED
 
 X = tensor(5, 4)
 

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import state_dict as distributed
 from torch.optim.swa_utils import AveragedModel
 
 from bayesify import bayesify, fit_laplace, named_posteriors, unbayesify
-from bayesify.model.stored import PAGE, StateDictError, decoded, encoded
+from bayesify.core.stored import PAGE, StateDictError, decoded, encoded
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
 

@@ -1,5 +1,6 @@
 """The methods: one file each, with its options, its posterior and its formulas."""
 
+from bayesify.core.method import Method
 from bayesify.methods.ivon import IVON
 from bayesify.methods.laplace.method import Laplace
 from bayesify.methods.mc_dropout import MCDropout
@@ -7,6 +8,5 @@ from bayesify.methods.sgld.method import SGLD
 from bayesify.methods.swag import SWAG
 from bayesify.methods.vanilla import Vanilla
 from bayesify.methods.vi import VI
-from bayesify.model.method import Method
 
 __all__ = ["IVON", "Laplace", "MCDropout", "Method", "SGLD", "SWAG", "VI", "Vanilla"]

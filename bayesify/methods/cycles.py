@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from bayesify.core.mixing import mix
+from bayesify.core.mixture import Mixture
+from bayesify.core.wrap import scopes_of
 from bayesify.methods.sgld import method as sgld
 from bayesify.methods.sgld.optimizer import SGLD
-from bayesify.model.mixing import mix
-from bayesify.model.mixture import Mixture
-from bayesify.model.wrapping import scopes_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesify.core.method import Tempered
+from bayesify.core.posterior import Posterior, Prior
+from bayesify.core.quadratics import by_center, host, ordinary, quadratic_energy, quadratic_pull
 from bayesify.engine import fusion
 from bayesify.engine.noise import Stream
-from bayesify.model.method import Tempered
-from bayesify.model.posteriors import Posterior, Prior
-from bayesify.model.quadratics import by_center, host, ordinary, quadratic_energy, quadratic_pull
 
 MEANS = ("kept", "expected")
 

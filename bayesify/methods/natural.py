@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bayesify.core.changed import is_new, mark
+from bayesify.core.distributed import part_of
 from bayesify.engine import elements, fusion
-from bayesify.model.changed import is_new, mark
-from bayesify.model.shards import part_of
 
 if TYPE_CHECKING:
     from bayesify.methods.vi import VIPosterior

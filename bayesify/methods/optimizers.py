@@ -6,9 +6,9 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 from torch import nn
 
-from bayesify.model.posteriors import Posterior
-from bayesify.model.scopes import Scope
-from bayesify.model.wrapping import named_posteriors, scopes_of
+from bayesify.core.posterior import Posterior
+from bayesify.core.reading import Scope
+from bayesify.core.wrap import named_posteriors, scopes_of
 
 P = TypeVar("P", bound=Posterior)
 

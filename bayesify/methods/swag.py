@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.distributed import on_shard, part
+from bayesify.core.method import Tempered
+from bayesify.core.moments import CollectedPosterior
+from bayesify.core.posterior import Posterior, Prior, state_dtype
+from bayesify.core.wrap import named_posteriors, scopes_of
 from bayesify.engine.noise import name_key
-from bayesify.model.method import Tempered
-from bayesify.model.moments import CollectedPosterior
-from bayesify.model.posteriors import Posterior, Prior, state_dtype
-from bayesify.model.shards import on_shard, part
-from bayesify.model.wrapping import named_posteriors, scopes_of
 from bayesify.prediction.statistics import STALE
 
 SHARED = name_key("swag/shared")

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from bayesify.model.method import Method
-from bayesify.model.posteriors import Posterior, Prior
-from bayesify.model.quadratics import quadratic_energy, quadratic_pull
+from bayesify.core.method import Method
+from bayesify.core.posterior import Posterior, Prior
+from bayesify.core.quadratics import quadratic_energy, quadratic_pull
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.engine import elements, fusion
-from bayesify.methods.natural import RATE, natural_formulas, natural_gradients
-from bayesify.model.method import Tempered
-from bayesify.model.posteriors import Posterior, Prior
-from bayesify.model.quadratics import (
+from bayesify.core.method import Tempered
+from bayesify.core.posterior import Posterior, Prior
+from bayesify.core.quadratics import (
     Factor,
     axpy_,
     by_center,
@@ -25,7 +23,9 @@ from bayesify.model.quadratics import (
     state_dtype,
     wide,
 )
-from bayesify.model.scales import START
+from bayesify.core.scales import START
+from bayesify.engine import elements, fusion
+from bayesify.methods.natural import RATE, natural_formulas, natural_gradients
 
 CLAMP_MIN = 1e-8
 

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify.model.draws import MEAN
-from bayesify.model.evaluating import evaluation
-from bayesify.model.modes import override
-from bayesify.model.posteriors import Posterior
-from bayesify.model.wrapping import check_module, scopes_of
+from bayesify.core.draws import MEAN
+from bayesify.core.evaluating import evaluation
+from bayesify.core.modes import override
+from bayesify.core.posterior import Posterior
+from bayesify.core.wrap import check_module, scopes_of
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
-from bayesify.prediction.closed import Call, same_output, watching
+from bayesify.prediction.last_layer import Call, same_output, watching
 
 
 def features(model: nn.Module, data: Any, layer: str | None = None) -> tuple[Tensor, Tensor | None]:

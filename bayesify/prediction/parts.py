@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from bayesify.model import ranks
+from bayesify.core import ranks
 from bayesify.prediction.averaging import Found
 
 BY_SAMPLE = ("logits", "outputs", "noise_var")  # (S, N, ...); the other tensors are (N, ...)

@@ -13,7 +13,7 @@ from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.pieces import in_full, join, join_labels, one_of, said, stack_samples
 from bayesify.prediction.showing import frame, shown
 from bayesify.prediction.targets import mean_and_log_var, values_like
-from bayesify.quality import gaussians
+from bayesify.quality import regression as gaussians
 from bayesify.quality.conformal import INTERVAL_KINDS, half_width, kind_of
 
 if TYPE_CHECKING:

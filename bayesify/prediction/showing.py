@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bayesify.model.notebook import html_table
+from bayesify.core.notebook import html_table
 
 if TYPE_CHECKING:
     from pandas import DataFrame

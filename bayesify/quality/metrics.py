@@ -18,9 +18,9 @@ from torch.nn.functional import one_hot
 
 from bayesify.quality.arrays import Array, like, to_classes, to_double
 from bayesify.quality.conformal import ConformalQuantile, conformal_quantile
-from bayesify.quality.deciding import RiskCoverage, abstain_threshold, aurc, clopper_pearson, risk_coverage
 from bayesify.quality.detection import auroc, energy, entropy, feature_distance, fpr95, mutual_information
-from bayesify.quality.gaussians import crps, fit_noise, gaussian_nll, interval_coverage, interval_score
+from bayesify.quality.regression import crps, fit_noise, gaussian_nll, interval_coverage, interval_score
+from bayesify.quality.selective import RiskCoverage, abstain_threshold, aurc, clopper_pearson, risk_coverage
 from bayesify.quality.temperature import Temperature, TemperatureError, fit_temperature
 
 __all__ = [

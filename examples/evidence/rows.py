@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bayesify import bayesify, calibrate, fit_laplace, metrics, mix, named_posteriors, predict, unbayesify
-from bayesify.model.posteriors import Posterior
+from bayesify.core.posterior import Posterior
 from bayesify.prediction.predictive import Predictive
 
 from . import training

@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import SGLD, bayesify, fit_laplace, mix, penalty, predict, save
+from bayesify.core.mixture import shared_copy
+from bayesify.core.posterior import Posterior
 from bayesify.methods.cycles import Cycles
-from bayesify.model.mixture import shared_copy
-from bayesify.model.posteriors import Posterior
 from bayesify.prediction.batches import call_model, logits_of
 from examples.sections import write_section
 from tests.benchmarks.timing import interleave

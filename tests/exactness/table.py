@@ -11,8 +11,8 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 import bayesify
+from bayesify.core.scales import RELATIVE_SIG, TOLERANCE
 from bayesify.methods.swag import collect
-from bayesify.model.scales import RELATIVE_SIG, TOLERANCE
 
 from .problems import D, Moments, Problem, hessian, newton
 

@@ -39,7 +39,7 @@ def test_every_method_metric_and_file_rule_is_covered():
         module = getattr(bayesify.methods, name).__module__
         if name != "Method":
             assert files[Path(f"{module.replace('.', '/')}.py")] >= 2, f"no mutants of {module}"
-    assert sum(files[Path(f"bayesify/model/{name}.py")] for name in ("checkpoint", "fileformat", "stored")) >= 20
+    assert sum(files[Path(f"bayesify/core/{name}.py")] for name in ("checkpoint", "fileformat", "stored")) >= 20
     assert rooms["quality"] >= len(bayesify.metrics.__all__)
 
 

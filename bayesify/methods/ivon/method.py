@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesify.core.method import Tempered
+from bayesify.core.posterior import Posterior, Prior, state_dtype
+from bayesify.core.quadratics import by_center, wide
+from bayesify.core.scales import START
 from bayesify.engine import elements, fusion
-from bayesify.model.method import Tempered
-from bayesify.model.posteriors import Posterior, Prior, state_dtype
-from bayesify.model.quadratics import by_center, wide
-from bayesify.model.scales import START
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.distributed import on_shard, part, part_of
+from bayesify.core.draws import Draw
+from bayesify.core.quadratics import by_center, wide
+from bayesify.core.reading import Scope
+from bayesify.core.seeds import shared_seed
+from bayesify.core.wrap import check_num_data, scopes_of
 from bayesify.engine import elements, fusion
 from bayesify.engine import noise as noises
 from bayesify.methods.ivon.method import IVONPosterior
 from bayesify.methods.natural import MEMORY
 from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
-from bayesify.model.draws import Draw
-from bayesify.model.quadratics import by_center, wide
-from bayesify.model.scopes import Scope
-from bayesify.model.seeds import shared_seed
-from bayesify.model.shards import on_shard, part, part_of
-from bayesify.model.wrapping import check_num_data, scopes_of
 
 WARM = 10  # steps before the curvature moves, over which lr grows
 

@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from bayesify.model.shards import whole
+from bayesify.core.distributed import whole
 from bayesify.prediction.gaussian import GaussianLogits
 
 if TYPE_CHECKING:
+    from bayesify.core.reading import Scope
     from bayesify.methods.laplace.method import LaplacePosterior
-    from bayesify.model.scopes import Scope
 
 
 class LastLayer(NamedTuple):

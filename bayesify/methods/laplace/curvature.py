@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bayesify.core.posterior import state_dtype
+from bayesify.core.quadratics import wide
 from bayesify.methods.laplace.graphs import Graph, Use, grads, kind
 from bayesify.methods.laplace.parts import Layout, NoRuleError, Part, add_squares, chunks
 from bayesify.methods.laplace.rules import RULES, part_of
-from bayesify.model.posteriors import state_dtype
-from bayesify.model.quadratics import wide
 
 ROUNDS = 12  # operations on parameters alone, one after the other, that are looked into
 HIDING = "CheckpointFunctionBackward"

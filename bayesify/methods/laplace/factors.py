@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
+from bayesify.core.posterior import state_dtype
 from bayesify.methods.laplace.curvature import random_like
 from bayesify.methods.laplace.graphs import Graph, Use, kind
 from bayesify.methods.laplace.kron import Kron, eigen
 from bayesify.methods.laplace.parts import Layout, NoRuleError, Product
 from bayesify.methods.laplace.rules import part_of
-from bayesify.model.posteriors import state_dtype
 
 LARGEST_OUTPUT = 4096
 """From how many outputs on B is kept as its diagonal: there is no eigenbasis of 50,000 x 50,000 here."""

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from bayesify.core import ranks
+from bayesify.core.distributed import gathered_whole, part_of
+from bayesify.core.selection import Candidate, Patterns, select
+from bayesify.core.wrap import check_module, check_num_data, plain_name, scopes_of
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.passes import Pass
 from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPLES, Fitted, choose
-from bayesify.model import ranks
-from bayesify.model.selection import Candidate, Patterns, select
-from bayesify.model.shards import gathered_whole, part_of
-from bayesify.model.wrapping import check_module, check_num_data, plain_name, scopes_of
 from bayesify.prediction.likelihoods import Classification, Likelihood, Loss, Regression, likelihood_of
 
 M = TypeVar("M", bound=nn.Module)

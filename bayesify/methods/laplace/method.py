@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bayesify.core.distributed import part
+from bayesify.core.method import Tempered
+from bayesify.core.moments import MomentsPosterior
+from bayesify.core.posterior import Posterior, Prior, state_dtype
+from bayesify.core.quadratics import wide
 from bayesify.engine.noise import Stream, name_key
 from bayesify.methods.laplace.closed_form import LastLayer, last_layer
 from bayesify.methods.laplace.kron import KRON, Kron
-from bayesify.model.method import Tempered
-from bayesify.model.moments import MomentsPosterior
-from bayesify.model.posteriors import Posterior, Prior, state_dtype
-from bayesify.model.quadratics import wide
-from bayesify.model.shards import part
 
 PIECE = 1 << 22  # elements at a time in full precision
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

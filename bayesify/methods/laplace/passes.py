@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from bayesify.core import ranks
+from bayesify.core.evaluating import evaluation
+from bayesify.core.wrap import mean
 from bayesify.engine import noise as noises
 from bayesify.methods.laplace.curvature import SquaredGradients
 from bayesify.methods.laplace.factors import Factors
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.tuning import Fitted
-from bayesify.model import ranks
-from bayesify.model.evaluating import evaluation
-from bayesify.model.wrapping import mean
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.likelihoods import Likelihood, found_likelihood
 

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from bayesify.core import ranks
+from bayesify.core.distributed import Layout, on_shard, part_of
+from bayesify.core.evaluating import evaluation
+from bayesify.core.quadratics import deviation, wide
+from bayesify.core.scales import TOLERANCE
+from bayesify.core.wrap import scopes_of
 from bayesify.methods.laplace.closed_form import LastLayer
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import LaplacePosterior
-from bayesify.model import ranks
-from bayesify.model.evaluating import evaluation
-from bayesify.model.quadratics import deviation, wide
-from bayesify.model.scales import TOLERANCE
-from bayesify.model.shards import Layout, on_shard, part_of
-from bayesify.model.wrapping import scopes_of
 from bayesify.prediction.batches import is_one_batch
-from bayesify.prediction.closed import NotLastError, passed
+from bayesify.prediction.last_layer import NotLastError, passed
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression
-from bayesify.prediction.predicting import predict
+from bayesify.prediction.predict import predict
 from bayesify.quality.temperature import golden_section
 
 logger = logging.getLogger("bayesify")

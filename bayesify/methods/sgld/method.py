@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bayesify.core.method import Tempered
+from bayesify.core.moments import CollectedPosterior
+from bayesify.core.posterior import Posterior, Prior, state_dtype
 from bayesify.engine import fusion
-from bayesify.model.method import Tempered
-from bayesify.model.moments import CollectedPosterior
-from bayesify.model.posteriors import Posterior, Prior, state_dtype
 
 FEW = 5  # states, below which a spread is none
 FADE = 3.0  # half of the weight is on the last sixth of the states

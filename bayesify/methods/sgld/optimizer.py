@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.distributed import on_shard, part, part_of
+from bayesify.core.reading import Scope
+from bayesify.core.seeds import shared_seed
+from bayesify.core.stored import LOW_PRECISION
+from bayesify.core.wrap import check_num_data
 from bayesify.engine import fusion
 from bayesify.engine import noise as noises
 from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
 from bayesify.methods.sgld import method as sgld
-from bayesify.model.scopes import Scope
-from bayesify.model.seeds import shared_seed
-from bayesify.model.shards import on_shard, part, part_of
-from bayesify.model.stored import LOW_PRECISION
-from bayesify.model.wrapping import check_num_data
 
 
 class Chained(NamedTuple):

@@ -5,7 +5,7 @@ from .rows import of
 MUTANTS = [
     # -- seeds and noise -----------------------------------------------------------------------------------------
     *of(
-        "model/seeds.py",
+        "core/seeds.py",
         "test_blocks.py",
         ("all draws are the same", "(base + i) % 2**63", "base % 2**63", "samples_are"),
         (
@@ -16,7 +16,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/draws.py",
+        "core/draws.py",
         "test_blocks.py",
         (
             "models of one name share their noise",
@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     # -- files ---------------------------------------------------------------------------------------------------
     *of(
-        "model/checkpoint.py",
+        "core/checkpoint.py",
         "test_checkpoint.py",
         ("the prior's scale is not kept", '"prior_sig": p.prior_sig', '"prior_sig": 1.0', "round_trip"),
         ("biases are forgotten", '"is_bias": p.is_bias', '"is_bias": False', "round_trip"),
@@ -86,18 +86,18 @@ MUTANTS = [
         ("the file of means holds parameters", "means[id(t)].mean if id(t) in means else t", "t", "readable"),
     ),
     *of(
-        "model/checkpoint.py",
+        "core/checkpoint.py",
         "test_checkpoint.py",
         ("the options are the defaults", '"options": asdict(scope.method)', '"options": {}', "round_trip"),
         ("another shape is loaded", "if saved.shape != tensor.shape:", "if False:", "fit"),
     ),
     *of(
-        "model/fileformat.py",
+        "core/fileformat.py",
         "test_checkpoint.py",
         ("names may differ", "    if saved != present:\n", "    if False:\n", "fit"),
     ),
     *of(
-        "model/fileformat.py",
+        "core/fileformat.py",
         "test_damaged.py test_fileformat.py",
         ("a newer version is read", '(version := int(about["version"])) > VERSION', "(version := 1) > 1", "bad_files"),
         ("another format is read", 'if about.get("format") != FORMAT', "if False", "bad_files"),
@@ -129,7 +129,7 @@ MUTANTS = [
         ("files are not synced", "os.fsync(file.fileno())", "pass", "reach_the_disk"),
     ),
     *of(
-        "model/stored.py",
+        "core/stored.py",
         "test_damaged.py",
         ("NaN is loaded", "if not (math.isfinite(tensor.sum())", "if not (True", "bad_files or moments"),
         ("another shape of spread is loaded", "if tensor.shape != self.shape and", "if False and", "bad_files"),

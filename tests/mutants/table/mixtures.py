@@ -52,7 +52,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/mixture.py",
+        "core/mixture.py",
         "test_mixtures.py",
         ("members share their statistics", "moving = isinstance(module, _NormBase) or", "moving =", "kept_once"),
         ("unequal weights are shared", "or torch.equal(first, second)", "or True", "stay_apart"),

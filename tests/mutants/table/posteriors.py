@@ -5,7 +5,7 @@ from .rows import of
 MUTANTS = [
     # -- which parameters, which prior ---------------------------------------------------------------------------
     *of(
-        "model/selection.py",
+        "core/selection.py",
         "test_selection.py",
         ("a matrix is a bias", "self.param.dim() == 1 and (own", "(own", "what_a_bias"),
         ("bias anywhere in a name", 'own.endswith("_bias")', '"bias" in own', "what_a_bias"),
@@ -34,7 +34,7 @@ MUTANTS = [
         ("no padding row", "return int(module.padding_idx)", "return None", "padding"),
     ),
     *of(
-        "model/groups.py",
+        "core/groups.py",
         "test_groups.py",
         ("decay on posteriors", 'if name == "rest" else', 'if name == "body" else', "decay"),
         ("the head's spread is in the head", ' and kind != "sig"', "", ""),
@@ -43,7 +43,7 @@ MUTANTS = [
         ("lr_head is not used", '"head": lr_head or lr', '"head": lr', ""),
     ),
     *of(
-        "model/scales.py",
+        "core/scales.py",
         "test_scales.py",
         ("the prior is one size for all", "RELATIVE_SIG * max(rms,", "RELATIVE_SIG * max(1.0,", "own_size"),
         ("the mean size for the root mean square", ".square().mean().sqrt()", ".abs().mean()", "own_size"),
@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     # -- the posteriors' formulas --------------------------------------------------------------------------------
     *of(
-        "model/quadratics.py",
+        "core/quadratics.py",
         "test_penalty.py",
         ("no half in the penalty", "math.sqrt(precision / 2)", "math.sqrt(precision)", "papers and vanilla"),
         (
@@ -65,7 +65,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/quadratics.py",
+        "core/quadratics.py",
         "test_posteriors.py",
         (
             "state below float32",
@@ -75,7 +75,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/posteriors.py",
+        "core/posterior.py",
         "test_fusion.py",
         (
             "the noise of a fixed row",
@@ -85,12 +85,12 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/prior_term.py",
+        "core/penalty.py",
         "test_penalty.py",
         ("a part's penalty is the whole's", "if posterior in inside and not", "if not", "part_is"),
     ),
     *of(
-        "model/moments.py",
+        "core/moments.py",
         "exactness",
         (
             "sigma for sigma squared",
@@ -100,7 +100,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/moments.py",
+        "core/moments.py",
         "test_sgld.py",
         ("sampling before there are moments", "        if not self.ready:\n", "        if False:\n", "before_there"),
     ),
@@ -166,7 +166,7 @@ MUTANTS = [
         ("a loop without its bound", "(most if step > most else step)", "step", "formula"),
     ),
     *of(
-        "model/posteriors.py",
+        "core/posterior.py",
         "test_calibration.py",
         (
             "a calibrated std is the method's own",
@@ -183,7 +183,7 @@ MUTANTS = [
         ("the core's gradient is lost", "first.add(grad, alpha=1 - f)", "first", "gradient"),
     ),
     *of(
-        "prediction/calibration.py",
+        "prediction/calibrate.py",
         "test_calibration.py",
         ("a divergence the other way", "(p * (log_p - log_q))", "(log_q.exp() * (log_q - log_p))", "divergence"),
         ("the sampled prediction without 1/S", "- math.log(self.samples)", "", "own_predictions"),
@@ -238,7 +238,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/method.py",
+        "core/method.py",
         "test_penalty.py",
         ("kld divides", "value / num_data if self", "1 / value / num_data if self", "papers and vi"),
         ("the penalty without Ninflate", "1 / (num_data * value)", "1 / num_data", "counts_as"),
@@ -278,7 +278,7 @@ MUTANTS = [
         ("early states count where nothing was chosen", "(FADE if relative else 0.0)", "0.0", "forgotten"),
     ),
     *of(
-        "model/pull.py",
+        "core/pull.py",
         "test_pull.py",
         (
             "the pull has the wrong sign",
@@ -310,18 +310,18 @@ MUTANTS = [
         ("it acts on what others move", " and id(p.original) in own", "", "another_optimizer"),
     ),
     *of(
-        "model/steps.py",
+        "core/steps.py",
         "test_steps.py",
         ("gradients are looked at before a closure makes them", "if not callable(closure):", "if True:", "a_closure"),
     ),
     *of(
-        "model/changed.py",
+        "core/changed.py",
         "test_steps.py",
         ("gradients are changed again", "_versions.get(grad) != grad._version", "True", "twice or inside_of"),
         ("what was added is not noticed", "_versions.get(grad) != grad._version", "grad not in _versions", "twice"),
     ),
     *of(
-        "model/method.py",
+        "core/method.py",
         "test_pull.py",
         ("a prior in numbers is pulled too", "0.0 if self.weights is None else PULL", "PULL", "every_method"),
     ),

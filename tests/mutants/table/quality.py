@@ -60,7 +60,7 @@ MUTANTS = [
         ("numpy in, float64 out", "np.promote_types(reference.dtype, np.float32)", "np.float64", "keep_type"),
     ),
     *of(
-        "quality/gaussians.py",
+        "quality/regression.py",
         "test_metrics.py test_regression.py",
         ("a Gaussian without a half", "/ s).square() / 2 - s.log()", "/ s).square() - s.log()", "gaussian_nll"),
         ("a Gaussian without log s", " - s.log() - math.log(2", " - math.log(2", "gaussian_nll"),
@@ -77,7 +77,7 @@ MUTANTS = [
         ("the noise's log for half its log", "math.exp(log_var / 2)", "math.exp(log_var)", "noise"),
     ),
     *of(
-        "quality/gaussians.py",
+        "quality/regression.py",
         "test_regression.py",
         ("a mixture's distribution is one component's", "return each.mean(0)", "return each[0]", "quantiles"),
         ("the other tail", "z * std\n", "-z * std\n", "quantiles"),
@@ -101,7 +101,7 @@ MUTANTS = [
         ("errors that are not scaled", "error / half_width(predictive, kind)", "error", "intervals_cover"),
     ),
     *of(
-        "quality/deciding.py",
+        "quality/selective.py",
         "test_deciding.py",
         ("Clopper-Pearson at the other level", "middle) >= 1 - confidence", "middle) >= confidence", "clopper"),
         ("fewer errors than there were", "k > errors.unsqueeze(1)", "k >= errors.unsqueeze(1)", "clopper"),
@@ -142,7 +142,7 @@ MUTANTS = [
         ("not Welford", "delta * (value - mean)", "delta * delta", "regression_moments"),
     ),
     *of(
-        "model/evaluating.py",
+        "core/evaluating.py",
         "test_evaluating.py test_prediction.py",
         ("training mode", "        model.eval()\n", "", "as_before or restored"),
         ("flags are not restored", "module.training = held.training", "pass", "as_before or restored"),

@@ -4,7 +4,7 @@ from .rows import of
 
 MUTANTS = [
     *of(
-        "model/shards.py",
+        "core/distributed.py",
         "test_fsdp.py",
         (
             "every part has the noise of the first",
@@ -21,12 +21,12 @@ MUTANTS = [
         ),
     ),
     *of(
-        "model/replicas.py",
+        "core/replicas.py",
         "test_ddp.py",
         ("replicas keep their own priors", "    if around is None or", "    if True or around is None or", "train"),
     ),
     *of(
-        "model/scopes.py",
+        "core/reading.py",
         "test_ddp.py",
         ("same_draw does nothing", "shared_seed() if self.method.same_draw", "shared_seed() if False", "same_draw"),
     ),

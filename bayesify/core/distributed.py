@@ -1,0 +1,352 @@
+"""A posterior of which every process holds a part: the shards of FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+All state of a posterior is cut like its parameter, into runs of rows. What is done element by element is done on the
+part by the methods' own formulas, on a stand-in that looks like a posterior of fewer rows; its noise is that of its
+place in the whole, so that one seed is one theta however it is cut. Inside a forward FSDP2 has the parameters whole.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.core.seeds import in_a_group
+from bayesify.core.stored import CENTER
+
+if TYPE_CHECKING:
+    from bayesify.core.posterior import Posterior
+
+P = TypeVar("P", bound="Posterior")
+WHOLE = {"post_forward_mesh_info": None, "reduce_grads": False, "reshard_after_backward": False}
+"""The settings of FSDP2 with which parameters that are whole stay so; they cannot be read by public names."""
+NOTHING: Mapping[tuple[int, str], Tensor] = {}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds only this process's part of itself."""
+    return hasattr(tensor, "device_mesh")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all of its parts; all processes have to ask."""
+    if not is_sharded(tensor):
+        return tensor
+    cut: Any = tensor.detach()
+    found: Tensor = cut.full_tensor()
+    return found
+
+
+def part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor, in the same memory."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    cut: Any = tensor.detach()
+    with torch.no_grad():
+        local: Tensor = cut.to_local()
+    return local
+
+
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Write a whole tensor, which every process has, to a tensor that may be sharded."""
+    if is_sharded(target):
+        layout = Layout.of(target, "a tensor")
+        part(target).copy_(source.narrow(0, layout.first, layout.rows))
+    else:
+        target.copy_(source)
+
+
+def shards_itself(module: nn.Module) -> bool:
+    """Tell whether `fully_shard` was called on a module."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+class Layout(NamedTuple):
+    """How a parameter is cut: which rows this process holds.
+
+    Attributes:
+        mesh: The processes.
+        axis: The dimension of the mesh along which rows are dealt out; along others they are repeated.
+        shape: The whole parameter's.
+        first: The first row of this process.
+        rows: How many it has.
+    """
+
+    mesh: Any
+    axis: int
+    shape: torch.Size
+    first: int
+    rows: int
+
+    @classmethod
+    def of(cls, tensor: Any, name: str) -> "Layout":
+        """Return the layout of a sharded parameter.
+
+        Raises:
+            ValueError: It is not cut into runs of rows.
+        """
+        cuts = [(axis, p.dim) for axis, p in enumerate(tensor.placements) if p.is_shard()]
+        if len(cuts) != 1 or cuts[0][1] != 0 or any(p.is_partial() for p in tensor.placements):
+            raise ValueError(
+                f"{name!r} is sharded as {tuple(tensor.placements)}; a posterior can be cut along its first dimension "
+                "only: leave out fully_shard's shard_placement_fn, and tensor parallelism on Bayesian parameters"
+            )
+        axis = cuts[0][0]
+        count, size = tensor.shape[0], tensor.device_mesh.size(axis)
+        step = -(-count // size)
+        first = min(tensor.device_mesh.get_local_rank(axis) * step, count)
+        return cls(tensor.device_mesh, axis, tensor.shape, first, min(step, count - first))
+
+    @property
+    def start(self) -> int:
+        """How many elements come before this process's."""
+        return self.first * self.shape[1:].numel()
+
+    @property
+    def size(self) -> int:
+        """How many processes share the rows."""
+        return int(self.mesh.size(self.axis))
+
+    @property
+    def group(self) -> "Layout":
+        """What all parameters have in common whose rows the same processes share."""
+        return self._replace(shape=torch.Size(), first=0, rows=0)
+
+    def row(self, row: int | None) -> int | None:
+        """Return where a row is in this process's part; None where it is not."""
+        return None if row is None or not self.first <= row < self.first + self.rows else row - self.first
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Make a sharded tensor of a whole one, which every process has; leading dimensions beyond the shape stay."""
+        above = tensor.dim() - len(self.shape)
+        own = tensor.to(self.mesh.device_type).narrow(above, self.first, self.rows)
+        return self.joined(own.clone(memory_format=torch.contiguous_format))
+
+    def own(self, tensor: Tensor, factor: float = 1.0) -> Tensor:
+        """Return this process's rows of a whole tensor, in memory of their own, times a factor."""
+        return tensor.narrow(0, self.first, self.rows) * factor
+
+    def joined(self, local: Tensor) -> Tensor:
+        """Make a sharded tensor of everybody's parts."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        above = local.dim() - len(self.shape)
+        shape = torch.Size((*local.shape[:above], *self.shape))
+        placements = [Shard(above) if axis == self.axis else Replicate() for axis in range(self.mesh.ndim)]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Add up what the processes have found on their parts."""
+        torch.distributed.all_reduce(values, group=self.mesh.get_group(self.axis))
+        return values
+
+
+def follow(posteriors: Iterable["Posterior"], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
+    """Cut the state of posteriors like their parameters, where these are sharded; tell whether any is.
+
+    Args:
+        posteriors: Of which the parameters are looked at.
+        known: What is known of parameters that are whole now: their shards, by the id of their module and their name.
+    """
+    found = False
+    for posterior in posteriors:
+        given = {"original": posterior._home, **{name: (posterior, name) for name in posterior._parameters}}
+        places = {key: (id(place[0]), place[1]) for key, place in given.items() if place is not None}
+        now = {"original": posterior.original, **posterior._parameters}
+        shards = {key: known.get(place, now[key]) for key, place in places.items()}
+        original = shards["original"]
+        if original is not None and is_sharded(original) and posterior._shards.get("original") is not original:
+            posterior.layout = Layout.of(original, posterior.name)
+            posterior._shards = shards
+        if posterior.layout is not None:
+            _cut(posterior)
+            found = True
+    return found
+
+
+def follow_at_work(root: nn.Module, posteriors: list["Posterior"]) -> bool:
+    """Do `follow` in a forward, where FSDP2 has made some parameters whole already; tell whether any is sharded."""
+    if not in_a_group():
+        return False
+    at_work: list[Any] = [module for module in root.modules() if shards_itself(module)]
+    known: dict[tuple[int, str], Tensor] = {}
+    for module in at_work:
+        # What FSDP2 keeps is not public: without it the state is cut after the first step.
+        for group in _groups(module):
+            for held in group.fsdp_params:
+                known[id(held._module_info.module), held._module_info.param_name] = held.sharded_param
+    return bool(at_work) and follow(posteriors, known)
+
+
+def _groups(module: Any) -> list[Any]:
+    """Return what FSDP2 gathers and cuts together for a module."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one at most in older versions, under another name
+    found = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+@contextmanager
+def gathered_whole(model: nn.Module) -> Iterator[None]:
+    """Have all parameters whole: no forward and no backward pass inside gathers, cuts or reduces anything.
+
+    So processes may do different numbers of them.
+    """
+    at_work: list[Any] = [module for module in model.modules() if shards_itself(module)]
+    groups = [group for module in at_work for group in _groups(module)]
+    before = [{name: getattr(group, name) for name in WHOLE} for group in groups]
+    for group in groups:
+        vars(group).update(WHOLE)
+    try:
+        for module in at_work:
+            module.unshard()
+        yield
+    finally:
+        for group, kept in zip(groups, before, strict=True):
+            vars(group).update(kept)
+        rest(model)
+
+
+def rest(model: nn.Module) -> None:
+    """Let FSDP2 shard what it has left whole after a forward, so that what is written to the parameters stays."""
+    for module in model.modules():
+        if shards_itself(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def _cut(posterior: "Posterior") -> None:
+    """Cut what a posterior keeps whole and has an element for each of the parameter's."""
+    layout = posterior.layout
+    assert layout is not None
+    for name in posterior.like_mean():
+        tensor = getattr(posterior, name)
+        if tensor is not None and tensor.dim() >= len(layout.shape) > 0 and not is_sharded(tensor):
+            setattr(posterior, name, layout.cut(tensor))
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+def part_of(posterior: P) -> P:
+    """Return a posterior of this process's rows, in the memory of the sharded one; itself where it is whole."""
+    layout = posterior.layout
+    if layout is None:
+        return posterior
+    local = {name: part(tensor) for name, tensor in posterior._shards.items() if tensor is not None}
+    for name, tensor in local.items():
+        grad = posterior._shards[name].grad
+        tensor.grad = None if grad is None else part(grad)
+    own = _stand_in(posterior, local)
+    for name in posterior.like_mean():
+        if (tensor := getattr(posterior, name)) is not None:
+            setattr(own, name, part(tensor))
+    own.shape = torch.Size((layout.rows, *layout.shape[1:]))
+    own.start, own.fixed_row = layout.start, layout.row(posterior.fixed_row)
+    return own
+
+
+def whole_of(posterior: P, original: Tensor, *, center: Tensor | None = None) -> P:
+    """Return a posterior with all rows for a draw inside a forward, in the precision of its state.
+
+    Args:
+        posterior: A sharded posterior.
+        original: Its parameter, which FSDP2 has made whole, perhaps in a lower precision.
+        center: What to take for the prior mean, where its value is of no account.
+    """
+    given = {"original": original, **posterior._parameters}
+    tensors: dict[str, Tensor] = {}
+    for name, shard in posterior._shards.items():
+        now = given[name]
+        if now is not None and shard is not None:
+            tensors[name] = now.detach() if now.dtype == shard.dtype and not is_sharded(now) else whole(shard)
+    own = _stand_in(posterior, tensors)
+    for name in posterior.drawn_with:
+        if (tensor := getattr(posterior, name)) is not None:
+            setattr(own, name, center if name == CENTER and center is not None and tensor.dim() else whole(tensor))
+    return own
+
+
+def _stand_in(posterior: P, tensors: dict[str, Tensor]) -> P:
+    """Copy a posterior but for its parameters, and what belongs to being sharded."""
+    own: P = object.__new__(type(posterior))
+    own.__dict__.update(posterior.__dict__)
+    own.layout = None
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(posterior._shards[name].requires_grad)
+    own._parameters = {n: tensors.get(n) for n in posterior._parameters}  # type: ignore[misc]
+    home: Any = SimpleNamespace(_parameters={"original": tensors["original"]})
+    own._home = (home, "original")
+    return own
+
+
+@contextmanager
+def on_shard(posterior: P) -> Iterator[P]:
+    """Work on this process's part of a posterior; tensors and results that are new or changed are taken over."""
+    own = part_of(posterior)
+    yield own
+    layout = posterior.layout
+    if own is posterior or layout is None:
+        return
+    for name in posterior.taken_over():
+        setattr(posterior, name, getattr(own, name))
+    for name in posterior.kept:
+        before, now = getattr(posterior, name), getattr(own, name)
+        if now is None or name not in posterior.like_mean() or now.dim() < len(layout.shape) or not now.dim():
+            setattr(posterior, name, now)
+        elif before is None or part(before).data_ptr() != now.data_ptr():
+            setattr(posterior, name, layout.joined(now))
+
+
+# -- what a forward reads ----------------------------------------------------------------------------------------------
+
+
+def check_whole(posterior: "Posterior", original: Tensor) -> None:
+    """Raise where a sample that is wanted with its gradient would be drawn of a parameter that is sharded now."""
+    if is_sharded(original) and torch.is_grad_enabled() and original.requires_grad:
+        raise RuntimeError(
+            f"{posterior.name!r} is sharded now: it is read outside of its module's forward, or tensor parallelism has "
+            "sharded it for good; read it inside of a forward of a module of fully_shard, or under torch.no_grad()"
+        )
+
+
+def drawn(posterior: "Posterior", original: Tensor, seed: int) -> Tensor:
+    """Return theta of a draw, whole, in the parameter's precision: drawn on the parts where all processes draw it."""
+    if posterior.draws_on_shards:
+        assert posterior.layout is not None
+        own = part_of(posterior)
+        theta = posterior.layout.joined(own.calibrated(own.original, own.draw(own.original, seed)))
+        return whole(theta).to(original.dtype)
+    own = whole_of(posterior, original)
+    return own.calibrated(own.original, own.draw(own.original, seed)).to(original.dtype)
+
+
+def pulled(posterior: "Posterior", original: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a draw with respect to the whole mean and `learnable()`, in their precision."""
+    own = whole_of(posterior, original, center=original.detach())
+    if own.draws_on_shards:
+        found: tuple[Tensor | None, ...] = (grad,)  # theta moves as the mean, whatever the moments are
+    else:
+        found = own.calibrated_pullback(own.original, seed, grad.to(own.original.dtype), None)
+    inputs = (original, *posterior.learnable())
+    return tuple(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True))
+
+
+def mean_of(posterior: "Posterior", original: Tensor) -> Tensor:
+    """Return theta in mean mode, whole; the gradient passes to the parameter."""
+    own = part_of(posterior)
+    with torch.no_grad():
+        mean = own.mean_theta(own.original)
+    if mean is own.original:
+        return original
+    if not posterior.draws_on_shards:
+        return whole_of(posterior, original).mean_theta(original)
+    assert posterior.layout is not None
+    found = whole(posterior.layout.joined(mean)).to(original.dtype)
+    if torch.is_grad_enabled() and original.requires_grad:
+        found = found + (original - original.detach())
+    return found

@@ -1,0 +1,216 @@
+"""What a method is: validated options, and the posterior that it gives to each parameter.
+
+A subclass with a `name` of its own is known to `bayesify(model, name)` and to `load` as soon as it is defined.
+"""
+
+import difflib
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from bayesify.core.posterior import Posterior, Prior
+from bayesify.core.scales import PULL, tempered_scale
+
+REGISTRY: dict[str, type["Method"]] = {}
+ALIASES = {"laplace": "la", "dropout": "mc_dropout", "variational": "vi", "langevin": "sgld", "map": "vanilla"}
+LARGEST_NST = 100_000  # samples; more is a slip, or a damaged file
+ARGUMENTS = ("prior_sig", "prior_mean", "bias", "include", "exclude")  # of bayesify, for every method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Options of a method.
+
+    Attributes:
+        bias: How biases are treated, one of `bias_treatments`.
+        nst: How many posterior samples `predict` takes by default.
+        same_draw: Whether the processes of a distributed training draw one theta together; else each draws its own,
+            which makes less noise. All of them must then run their training forwards together.
+    """
+
+    name: ClassVar[str]
+    bias_treatments: ClassVar[tuple[str, ...]]
+    optimizer: ClassVar[str] = ""
+    """The optimizer of this library without which the method gets no posterior, if there is one."""
+
+    follows_steps: ClassVar[bool] = False
+    """Whether the method is told of every optimizer step that moves its parameters, by `after_step`; `rate_factor` may
+    then choose its learning rate."""
+
+    bias: str
+    nst: int = 5
+    same_draw: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            REGISTRY[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        if self.bias not in self.bias_treatments:
+            raise ValueError(f"bias must be one of {list(self.bias_treatments)} for {self.name!r}, got {self.bias!r}")
+        if not isinstance(self.nst, int) or isinstance(self.nst, bool) or not 0 <= self.nst <= LARGEST_NST:
+            raise ValueError(f"nst must be an integer >= 0, got {self.nst!r} (the most is {LARGEST_NST})")
+        if not isinstance(self.same_draw, bool):
+            raise ValueError(f"same_draw must be True or False, got {self.same_draw!r}")
+
+    def settled(self, *, relative: bool, weights: int) -> "Method":
+        """Return the options with those filled in that depend on the model: `bayesify` asks before it wraps.
+
+        Args:
+            relative: Whether priors are relative to their tensors (`prior_sig=None`).
+            weights: How many weights become Bayesian.
+        """
+        return self
+
+    def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
+        """Return the posterior of one parameter, which starts at its current value."""
+        raise NotImplementedError
+
+    def scale(self, num_data: float) -> float:
+        """Return the factor between the posteriors' energies and the penalty on a mean loss."""
+        raise NotImplementedError
+
+    @property
+    def pull_strength(self) -> float:
+        """Nats that an e times larger distance from the prior mean must gain (`bayesify.core.pull`)."""
+        return 0.0
+
+    def before_step(self, posteriors: Sequence[Posterior]) -> None:
+        """Do what has to be done with the gradients that an optimizer's step is about to use.
+
+        Args:
+            posteriors: Those of a model that the optimizer moves. A gradient may come here twice, where an optimizer
+                calls another: `bayesify.core.changed` knows.
+        """
+
+    def after_step(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> None:
+        """Take note of an optimizer's step.
+
+        Args:
+            posteriors: A model's.
+            moved: The ids of the parameters that belong to the optimizer.
+        """
+
+    def rate_factor(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> float | None:
+        """Return the learning rate of the next step over the largest so far; None leaves it to the optimizer.
+
+        Args:
+            posteriors: A model's.
+            moved: The ids of the parameters that belong to the optimizer.
+        """
+        return None
+
+    def check_ready(self, posteriors: Sequence[Posterior]) -> None:
+        """Raise if one of a model's posteriors cannot be sampled yet."""
+        for posterior in posteriors:
+            posterior.check_ready()
+
+    def closed_form(self, scope: Any) -> Any:
+        """Return a way to predict without samples, or None.
+
+        It has `head`, the module whose outputs are the model's, and `logits(features, mean)`, which turns its inputs
+        and outputs in mean mode into a distribution (`bayesify.prediction.gaussian.GaussianLogits`).
+        """
+        return None
+
+    def check_optional(self, *options: str, above: float | None = None, least: float | None = None) -> None:
+        """Check numeric options that may be None."""
+        for option in options:
+            if getattr(self, option) is not None:
+                self.check(option, above=above, least=least)
+
+    def check(self, option: str, *, above: float | None = None, least: float | None = None) -> None:
+        """Raise unless a numeric option is finite and within its range."""
+        value = getattr(self, option)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{option} must be a number, got {value!r}")
+        if not math.isfinite(value) or (above is not None and value <= above) or (least is not None and value < least):
+            bound = f"> {above:g}" if above is not None else f">= {least:g}"
+            raise ValueError(f"{option} must be a finite number {bound}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tempered(Method):
+    """Options of a method whose prior is tempered, by an option of its own or by the number of weights.
+
+    Attributes:
+        pull: Nats that an e times larger distance from the prior mean must gain (`bayesify.core.pull`); None is PULL
+            where `prior_sig` is None and the method's own factor was not given, else 0.
+        weights: How many weights share the tolerance (`bayesify.core.scales`); chosen by `bayesify` where `prior_sig`
+            is relative and the method's own factor was not given, else None.
+    """
+
+    tempers: ClassVar[str]
+    """The option that tempers, None until it is settled: kld multiplies the penalty, Ninflate the data."""
+
+    pull: float | None = None
+    weights: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_optional("pull", least=0)
+        if self.weights is not None and (not isinstance(self.weights, int) or self.weights < 1):
+            raise ValueError(f"weights must be a positive integer or None, got {self.weights!r}; bayesify counts them")
+
+    def settled(self, *, relative: bool, weights: int) -> "Tempered":
+        """Temper by the number of weights where the prior is relative; else the factor is 1."""
+        if getattr(self, self.tempers) is not None:
+            return self
+        return replace(self, weights=weights) if relative else replace(self, **{self.tempers: 1.0})  # type: ignore[arg-type]
+
+    def scale(self, num_data: float) -> float:
+        """Return kld/N, or 1/(N Ninflate); with neither min(1/N, 2 TOLERANCE/weights)."""
+        value = getattr(self, self.tempers)
+        if value is None:
+            return 1 / num_data if self.weights is None else tempered_scale(num_data, self.weights)
+        return float(value / num_data if self.tempers == "kld" else 1 / (num_data * value))
+
+    @property
+    def pull_strength(self) -> float:
+        """The option `pull`, or PULL where the prior is tempered by the number of weights."""
+        return self.pull if self.pull is not None else 0.0 if self.weights is None else PULL
+
+    def inflation(self, num_data: float) -> float:
+        """Return how many times each item counts: 1/(N scale), which is Ninflate where it is given."""
+        return 1 / (num_data * self.scale(num_data))
+
+
+def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]) -> Method:
+    """Turn `bayesify`'s method, bias and options into a validated `Method`.
+
+    Raises:
+        ValueError: The method, an option or its value is unknown; the message names the valid ones.
+    """
+    given = dict(options) if bias is None else {**options, "bias": bias}
+    if isinstance(method, Method):
+        cls = type(method)
+    elif isinstance(method, str):
+        if method not in REGISTRY:
+            hint = _closest(ALIASES.get(method.lower(), method.lower()), REGISTRY)
+            if "ensemble" in method.lower():
+                hint = ": an ensemble is mix(models), of 'vanilla' ones"
+            raise ValueError(f"unknown method {method!r}{hint}; methods: {sorted(REGISTRY)}")
+        cls = REGISTRY[method]
+    else:
+        hint = f"; make one: {method.__name__}()" if isinstance(method, type) else ""
+        raise TypeError(
+            f"method must be a name {sorted(REGISTRY)} or an object of bayesify.methods, got {method!r}{hint}"
+        )
+    known = [f.name for f in fields(cls)]
+    for option in given:
+        if option not in known:
+            raise ValueError(
+                f"unknown option {option!r} for method {cls.name!r}{_closest(option, [*known, *ARGUMENTS])}; "
+                f"options: {known}, and for every method {list(ARGUMENTS)}"
+            )
+    return replace(method, **given) if isinstance(method, Method) else cls(**given)
+
+
+def _closest(word: str, words: Any) -> str:
+    """Return a hint at the closest known word, or nothing."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,170 @@
+"""One model whose posterior is the mixture of its members' posteriors.
+
+A forward is that of one member: the one that the block around it names, or the first. The members are the models that
+were mixed, not copies of them; equal frozen weights and tables are in memory once.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from bayesify.core.modes import block_of
+from bayesify.core.posterior import Posterior
+from bayesify.core.stored import CENTER
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Mixture(nn.Module):
+    """Several bayesified models of one architecture, of which every forward runs one.
+
+    In eval mode and under `mean` this is the first member; under `sample` the draw picks one, and `samples` takes them
+    in turn. A mixture is not trained itself: its members are.
+
+    Args:
+        members: The models.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.training = any(member.training for member in members)
+        self.scores: dict[str, float] = {}  # of an evaluation, for the model card
+        if hasattr(members[0], "config"):
+            self.config = members[0].config  # Hugging Face's, which tells how to call the model
+        self.share()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the member that is in force."""
+        return self.member(self._chosen())(*args, **kwargs)
+
+    def member(self, number: int) -> nn.Module:
+        """Return a member by its number, modulo how many there are."""
+        return self.members[number % len(self.members)]
+
+    def _chosen(self) -> int:
+        """Return the number of the member that a forward runs now."""
+        scope: Any = next((p.reader for p in posteriors_in(self)), None)
+        node = torch._C._current_autograd_node()
+        block = None if scope is None else block_of(scope, self, node)
+        if block is not None:
+            return block.mode.member
+        if node is not None:
+            raise RuntimeError(
+                "a mixture is run inside a backward pass, and it cannot be told which member is meant; keep the mean "
+                "or sample block open until backward() is done, or checkpoint parts of the members"
+            )
+        if self.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a mixture is not trained as a whole; train its members, bayesify.components(model), one by one, or "
+                "call model.eval() for predictions"
+            )
+        return 0
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Mixture":
+        """Move or cast the members, and let them share again what they shared before."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.share()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mixture":
+        """Copy the members; torch copies every parameter, so that the copies have to share again."""
+        copied = Mixture.__new__(Mixture)
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        copied.share()
+        return copied
+
+    def share(self) -> None:
+        """Keep equal frozen weights, tables and prior means of the members in memory once."""
+        known: dict[str, list[Tensor]] = {}
+        for member in self.members:
+            for name, owner, key, tensor in _sharable(member):
+                twins = known.setdefault(name, [])
+                twin = next((t for t in twins if _same(t, tensor)), None)
+                if twin is None:
+                    twins.append(tensor)
+                elif not isinstance(tensor, nn.Parameter):
+                    setattr(owner, key, twin)
+                else:  # the parameter stays the object that it was: optimizers and ties know it
+                    tensor.data = twin.data
+
+
+def shared_copy(model: M, *, apart: Collection[int] = ()) -> M:
+    """Copy a model whose frozen weights stay in memory once, such as the base of an adapter.
+
+    The copy has parameters of its own, which read the same memory.
+
+    Args:
+        model: The model.
+        apart: The ids of frozen parameters that are copied nevertheless.
+    """
+    frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter and id(p) not in apart]
+    return copy.deepcopy(model, {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen})
+
+
+def posteriors_in(model: nn.Module) -> Iterator[Posterior]:
+    """Yield the posteriors inside a module."""
+    return (m for m in model.modules() if isinstance(m, Posterior) and m.reader is not None)
+
+
+def mixture_in(model: nn.Module) -> Mixture | None:
+    """Return the mixture inside a module, or None where there is none.
+
+    Raises:
+        ValueError: There are several.
+    """
+    found = [m for m in model.modules() if isinstance(m, Mixture)]
+    if len(found) > 1:
+        raise ValueError(f"the model holds {len(found)} mixtures; pass one of them")
+    return found[0] if found else None
+
+
+def member_count(model: nn.Module) -> int:
+    """Return how many members the largest mixture inside a module has; 1 without one."""
+    return max((len(m.members) for m in model.modules() if isinstance(m, Mixture)), default=1)
+
+
+def member_scopes(model: nn.Module, scopes: Sequence[Any]) -> list[list[Any]]:
+    """Return the scopes that a forward of each member reads, those outside of mixtures among them.
+
+    Args:
+        model: A model, or a module that contains a mixture.
+        scopes: All of its scopes.
+    """
+    mixtures = [m for m in model.modules() if isinstance(m, Mixture)]
+    out = []
+    for number in range(member_count(model)):
+        idle = [m for mixture in mixtures for m in mixture.members if m is not mixture.member(number)]
+        resting = {id(p.reader) for member in idle for p in posteriors_in(member)}
+        out.append([scope for scope in scopes if id(scope) not in resting])
+    return out
+
+
+def _sharable(member: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield (name, module, attribute, tensor) of all that no forward changes: frozen weights, tables, prior means.
+
+    The statistics of normalization layers, and what parametrizations of others keep, belong to their member.
+    """
+    for path, module in member.named_modules():
+        if isinstance(module, Posterior):
+            yield f"{path}.{CENTER}", module, CENTER, module.prior_center
+            continue
+        frozen = {n: p for n, p in module._parameters.items() if p is not None and not p.requires_grad}
+        moving = isinstance(module, _NormBase) or "parametrizations." in path
+        tables = {} if moving else {n: b for n, b in module._buffers.items() if b is not None}
+        for name, tensor in (*frozen.items(), *tables.items()):
+            yield f"{path}.{name}", module, name, tensor
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors could be one."""
+    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
+        return False
+    if first.device.type == "meta" or any(hasattr(t, "device_mesh") for t in (first, second)):
+        return False
+    return first.data_ptr() == second.data_ptr() or torch.equal(first, second)

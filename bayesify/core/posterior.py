@@ -1,0 +1,381 @@
+"""What a posterior is: the distribution of one parameter, with its mean, its draw and its penalty.
+
+A posterior is a parametrization: the model reads its weight, `forward` hands out theta. The parameter that the
+model was built with stays where it was, as the mean; what else the posterior keeps lives in this module.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.core import distributed as shards
+from bayesify.core.quadratics import Center, wide
+from bayesify.core.quadratics import state_dtype as state_dtype
+from bayesify.core.stored import CENTER, LOW_PRECISION, Stored
+from bayesify.engine import fusion
+from bayesify.engine import noise as noises
+
+
+@dataclass(frozen=True)
+class Prior:
+    """The Gaussian prior N(mean, sig^2) of one parameter.
+
+    Attributes:
+        mean: theta0, of the parameter's shape, or 0-dim for a constant (a zero mean costs no memory).
+        sig: The prior's standard deviation.
+        is_bias: Whether the parameter is a bias, which methods may treat in another way.
+        relative: Whether sig was chosen by the parameter's own size.
+    """
+
+    mean: Tensor
+    sig: float
+    is_bias: bool = False
+    relative: bool = False
+
+
+class Reader(Protocol):
+    """Whoever decides which theta a posterior hands out (`bayesify.core.reading.Scope`)."""
+
+    told: set[str]
+    """What a user has been told, or will be."""
+
+    def read(self, posterior: "Posterior", original: Tensor) -> Tensor:
+        """Return the theta that a read of this posterior sees now."""
+
+
+class Posterior(Stored):
+    """The posterior of one parameter; subclasses say how theta is drawn and what the penalty is.
+
+    A subclass gives `theta` (a sample as a differentiable function of mean and noise) and `energy` (the penalty
+    before its division by the number of data). Everything else has a default: the noise is N(0, 1), and `draw` and
+    `pullback` follow from `theta` and `energy`; they may be given in one pass each, by formulas of one element.
+    """
+
+    stochastic: ClassVar[bool] = True
+    """Whether `train()` draws a sample per forward (else the parameter itself is used)."""
+    random: bool = True
+    """Whether there is anything to sample at all."""
+    neutral_noise: ClassVar[float] = 0.0
+    """The noise with which `theta` is the mean."""
+
+    pulls_by_hand: ClassVar[bool] = False
+    """Whether a subclass gives `pullback`, and does not leave it to autograd."""
+
+    rate: float | None = None
+    """The learning rate that `learnable()` wants, where it is not the mean's."""
+
+    drawn_with: ClassVar[tuple[str, ...]] = (CENTER,)
+    """The kept tensors that a draw needs beside the mean and `learnable()`."""
+    draws_on_shards: bool = False
+    """Whether all processes draw the same theta at all times, so that each can draw the part that it holds."""
+
+    layout: shards.Layout | None = None
+    """Which rows this process holds of a sharded posterior; None where it is whole."""
+    start: int = 0
+    """The place of the first element, in the stand-in for a part."""
+
+    prior_center: Tensor
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.pulls_by_hand = cls.pullback is not Posterior.pullback
+
+    def __init__(self, param: Tensor, prior: Prior, *, flat: bool = False, fixed_row: int | None = None) -> None:
+        super().__init__()
+        self.prior_sig = prior.sig
+        self.is_bias = prior.is_bias
+        self.relative = prior.relative
+        self.flat = flat
+        self.prior_center = prior.mean
+        self._look_at_center()
+        self.shape = param.shape
+        self.fixed_row = fixed_row
+        self.name = ""
+        self.key = 0
+        self._key = self._number = torch.tensor(0)
+        self.reader: Reader | None = None
+        # A tuple hides the owner from nn.Module, which would register it as a child.
+        self._home: tuple[nn.Module, str] | None = None
+        self._shards: dict[str, Any] = {}
+
+    def attach(self, name: str, home: nn.Module, attribute: str, reader: Reader) -> None:
+        """Tell the posterior its plain name, where its mean is kept and who decides its reads."""
+        self.name, self.key = name, noises.name_key(name)
+        self._key = torch.tensor(noises.signed(self.key))  # for compilers, which would take a number for a constant
+        self._home = (home, attribute)
+        self.reader = reader
+
+    def forward(self, original: Tensor) -> Tensor:
+        """Return theta, as the parametrization of `original`."""
+        return original if self.reader is None else self.reader.read(self, original)
+
+    @property
+    def original(self) -> nn.Parameter:
+        """The parameter of the wrapped model (identical to the one before `bayesify`)."""
+        assert self._home is not None, "the posterior is not attached to a model"
+        home, attribute = self._home
+        parameter = home._parameters[attribute]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def penalty_scale(self) -> float:
+        """The factor of the energy in the model's last penalty."""
+        return float(getattr(self.reader, "penalty_scale", 0.0))
+
+    @property
+    def mean(self) -> Tensor:
+        """The posterior mean."""
+        if self.layout is not None:
+            return self.layout.joined(shards.part_of(self).mean)
+        return self.mean_theta(self.original.detach())
+
+    @property
+    def std(self) -> Tensor:
+        """The posterior standard deviation, with the factor that `calibrate` found."""
+        if self.layout is not None:
+            return self.layout.joined(shards.part_of(self).std)
+        return self.own_std if self.calibration == 1 else self.own_std * self.calibration
+
+    @property
+    def own_std(self) -> Tensor:
+        """The standard deviation of `theta`."""
+        return torch.zeros_like(self.original)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """The prior mean theta0, in the parameter's shape."""
+        return self.prior_center.expand(self.shape)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Posterior":
+        """Move or cast: the prior mean follows the parameter, the posterior's own state never goes below float32."""
+        center = fn(self.prior_center)
+        super()._apply(lambda tensor: _in_state_dtype(tensor, fn(tensor)), recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in self.held().items():
+            setattr(self, name, _in_state_dtype(tensor, fn(tensor)))
+        self.prior_center = center
+        return self
+
+    @property
+    def center(self) -> Center:
+        """The prior mean for a formula of one element."""
+        if self.constant is None:
+            return Center(given=True, tensors=(self.prior_center,), numbers=())
+        return Center(given=False, tensors=(), numbers=(self.constant,))
+
+    def learnable(self) -> tuple[nn.Parameter, ...]:
+        """Return the trainable parameters of this module, beside the mean."""
+        return ()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over the tensors of `state()`, keeping the identity of parameters."""
+        with torch.no_grad():
+            for name, tensor in state.items():
+                if name in self._parameters:
+                    shards.copy_whole(getattr(self, name), tensor)
+                else:
+                    setattr(self, name, tensor.to(self.original.device).clone())
+            self.prior_center = self.prior_center.to(self.original.dtype)
+        self._look_at_center()
+        shards.follow([self])
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self._home is not None:
+            shards.follow([self])
+        self._look_at_center()
+
+    def _look_at_center(self) -> None:
+        """Note the prior mean where it is a constant: a look at the tensor would wait for an accelerator."""
+        self.constant = None if self.prior_center.dim() else float(self.prior_center)
+        self.zero_prior = self.constant == 0
+
+    def configure_like(self, other: "Posterior") -> None:
+        """Take over the settings of another posterior of the same parameter, but none of its tensors."""
+        own = {"reader", "name", "key", "training", "layout", "start", *self.kept}
+        self.__dict__.update({k: v for k, v in vars(other).items() if not k.startswith("_") and k not in own})
+
+    def like_mean(self) -> tuple[str, ...]:
+        """Return the names of the kept tensors with an element for each of the parameter's, which are cut like it."""
+        return self.kept
+
+    def check_ready(self) -> None:
+        """Raise if the posterior cannot be sampled yet."""
+
+    def mean_theta(self, original: Tensor) -> Tensor:
+        """Return theta in mean mode."""
+        return original
+
+    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+        """Return a sample, as a differentiable function of the mean and of `learnable()`."""
+        raise NotImplementedError
+
+    def draw(self, mean: Tensor, seed: int) -> Tensor:
+        """Compute `theta` of a draw where no gradient is wanted; may be given in a faster way."""
+        return self.theta(mean, self.noise_of(seed))
+
+    def by_element(
+        self, element: fusion.Element, seed: int, ins: tuple[Tensor, ...], par: tuple[float, ...] = (), **kind: float
+    ) -> Tensor:
+        """Return a draw by a formula of one element; `ins` begin with the centre, which a fixed row keeps."""
+        theta = torch.empty_like(ins[0], requires_grad=False)
+        fusion.run(element, self.stream(seed), ins, (theta,), par, **kind)
+        if self.fixed_row is not None:
+            theta[self.fixed_row] = ins[0][self.fixed_row]
+        return theta
+
+    def core(self, mean: Tensor) -> Tensor:
+        """Return what a calibrated spread is taken around: theta without its noise."""
+        return self.mean_theta(mean)
+
+    def calibrated(self, mean: Tensor, theta: Tensor) -> Tensor:
+        """Return core + f (theta - core), with the factor f that `calibrate` found."""
+        return theta if self.calibration == 1 else torch.lerp(self.core(mean).to(theta.dtype), theta, self.calibration)
+
+    def drawn(self, mean: Tensor, seed: int) -> Tensor:
+        """Return theta of a draw as a forward reads it: calibrated, and whole."""
+        if self.layout is not None:
+            return shards.drawn(self, mean, seed)
+        return self.calibrated(mean, self.draw(mean, seed))
+
+    def energy(self, mean: Tensor, scale: float) -> Tensor:
+        """Return `scale` times the penalty's sum, a differentiable 0-dim tensor, float64 on a CPU."""
+        raise NotImplementedError
+
+    @property
+    def moves(self) -> bool:
+        """Whether a draw may differ from the mean."""
+        return self.random
+
+    def noise(self, stream: noises.Stream) -> Tensor:
+        """Return the noise of a draw: N(0, 1), unless a subclass asks the stream for another kind."""
+        return stream.normal()
+
+    def stream(self, seed: int) -> noises.Stream:
+        """Return where the noise of a draw comes from."""
+        key = self._key if torch.compiler.is_compiling() else self.key
+        dtype, device = state_dtype(self.original), self.original.device
+        return noises.Stream(seed, key, self.shape, dtype, device, self.start)
+
+    def noise_of(self, seed: int) -> Tensor:
+        """Return the noise of a draw; a fixed row (an embedding's padding) holds `neutral_noise`."""
+        noise = self.noise(self.stream(seed))
+        if self.fixed_row is not None:
+            noise[self.fixed_row] = self.neutral_noise
+        return noise
+
+    def pullback(
+        self, mean: Tensor, seed: int, grad: Tensor | None, coef: "Tensor | None"
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `<grad, theta> + coef * energy` with respect to the mean and `learnable()`.
+
+        Args:
+            mean: The parameter that holds the mean.
+            seed: The draw of the sample, whose noise is made again; of no account where `grad` is None.
+            grad: The gradient of the loss with respect to theta, or None.
+            coef: The 0-dim gradient with respect to the energy, or None.
+        """
+        return autograd_pullback(self, mean, seed, grad, coef, create_graph=False)
+
+    def calibrated_pullback(
+        self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Pull back through core + f (theta - core): (1 - f) of it through the core, which moves as the mean."""
+        f = self.calibration
+        if f == 1 or grad is None or not self.stochastic:
+            return self.pullback(mean, seed, grad, coef)
+        first, *others = self.pullback(mean, seed, grad * f, coef)
+        return (grad * (1 - f) if first is None else first.add(grad, alpha=1 - f), *others)
+
+
+def autograd_pullback(
+    posterior: Posterior,
+    mean: Tensor,
+    seed: int,
+    grad: Tensor | None,
+    coef: Tensor | None,
+    *,
+    create_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """Compute `Posterior.pullback` by autograd: always right, twice differentiable, slower."""
+    inputs = [mean, *posterior.learnable()]
+    wanted = [x for x in inputs if x.requires_grad]
+    outputs, grads = [], []
+    with torch.enable_grad():
+        if grad is not None:
+            outputs.append(posterior.calibrated(mean, posterior.theta(mean, posterior.noise_of(seed))))
+            grads.append(grad)
+        if coef is not None:
+            outputs.append(posterior.energy(mean, 1.0))
+            grads.append(coef.to(outputs[-1].dtype))
+        kept = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        found = torch.autograd.grad(
+            [o for o, _ in kept], wanted, [g for _, g in kept], create_graph=create_graph, allow_unused=True
+        )
+    by_id = {id(x): g for x, g in zip(wanted, found, strict=True)}
+    return tuple(by_id.get(id(x)) for x in inputs)
+
+
+class Sampled(torch.autograd.Function):
+    """The autograd node of a sample: (theta, handle), with both gradients in one backward.
+
+    `handle` is a 0-dim zero that stands for the posterior's energy: `penalty` sends its coefficient through it, so
+    that the prior's gradient is added where the sample's is computed instead of in a pass of its own. The noise is not
+    kept: backward makes it again from the seed. What backward needs is kept outside autograd's saved tensors, since
+    activation checkpointing must not count it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, posterior: Posterior, seed: int, value: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return theta (of the seed, or an alias of a value known already) and the handle."""
+        ctx.set_materialize_grads(False)
+        ctx.posterior, ctx.seed, ctx.tensors = posterior, seed, tensors
+        ctx.versions = [t._version for t in tensors]
+        value = posterior.drawn(tensors[0], seed) if value is None else value.detach()
+        return value, value.new_zeros((), dtype=wide(value))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of theta's and the energy's parts together."""
+        posterior, (mean, *_) = ctx.posterior, ctx.tensors
+        depends = posterior.stochastic or coef is not None or torch.is_grad_enabled()
+        if depends and [t._version for t in ctx.tensors] != ctx.versions:
+            raise RuntimeError(
+                f"the posterior of {posterior.name!r} was modified between the forward pass and its backward pass; "
+                "call optimizer.step() (or load) only after backward()"
+            )
+        if posterior.layout is not None and grad is not None:
+            return (None, None, None, *shards.pulled(posterior, mean, ctx.seed, grad))
+        with holding(posterior, ctx.tensors[1:]):
+            if torch.is_grad_enabled():
+                grads = autograd_pullback(posterior, mean, ctx.seed, grad, coef, create_graph=True)
+            else:
+                grads = posterior.calibrated_pullback(mean, ctx.seed, grad, coef)
+        return (None, None, None, *grads)
+
+
+@contextmanager
+def holding(posterior: Posterior, learned: tuple[Tensor, ...]) -> Iterator[None]:
+    """Give a posterior the tensors of its forward, which torch.func.functional_call has taken away again since."""
+    own = posterior.learnable()
+    if all(a is b for a, b in zip(own, learned, strict=True)):
+        yield
+        return
+    put = {id(a): b for a, b in zip(own, learned, strict=True)}
+    kept = dict(posterior._parameters)
+    posterior._parameters.update({n: put.get(id(p), p) for n, p in kept.items()})  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        posterior._parameters.update(kept)
+
+
+def _in_state_dtype(before: Tensor, after: Tensor) -> Tensor:
+    """Undo the rounding of a cast to low precision."""
+    return before.to(after.device, torch.float32) if after.dtype in LOW_PRECISION else after

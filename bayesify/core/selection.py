@@ -1,0 +1,263 @@
+"""Which parameters become Bayesian, and with which prior: everything that goes by a parameter's name."""
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from torch import Tensor, nn
+
+from bayesify.core.posterior import Posterior, Prior
+from bayesify.core.scales import relative_sig
+
+SMALLEST_SIG = 1e-100  # the squares of a prior's scale and of its inverse are numbers
+TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+Patterns = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
+
+
+class SelectionError(ValueError):
+    """A pattern or a choice of parameters that cannot be meant."""
+
+
+@dataclass
+class Candidate:
+    """A parameter of the plain model, with every place that it is read from.
+
+    Attributes:
+        param: The parameter.
+        places: (module, attribute) of each place; more than one for tied weights.
+        names: Every plain name; a place has several where its module does.
+        skipped: Why the parameter stays as it is; empty where it becomes Bayesian.
+    """
+
+    param: nn.Parameter
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first plain name."""
+        return self.names[0]
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether it is 1-d and called `bias`, `bias_...` or `..._bias`."""
+        own = self.name.rsplit(".", 1)[-1]
+        return self.param.dim() == 1 and (own == "bias" or own.startswith("bias_") or own.endswith("_bias"))
+
+    @property
+    def fan_in(self) -> int:
+        """How many inputs one output sums over: of a bias, those of its module's weight."""
+        module, _ = self.places[0]
+        weight = self.param if self.param.dim() > 1 else module._parameters.get("weight")
+        return weight[0].numel() if weight is not None and weight.dim() > 1 and len(weight) else 1
+
+    @property
+    def fixed_row(self) -> int | None:
+        """The padding row of an embedding, which stays without noise."""
+        for module, attribute in self.places:
+            is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight"
+            if is_embedding and module.padding_idx is not None:
+                return int(module.padding_idx)  # type: ignore[arg-type]
+        return None
+
+    @property
+    def neutral(self) -> float:
+        """What a "zero" prior mean is: 0, but 1 for the scale of a normalization."""
+        module, attribute = self.places[0]
+        if isinstance(module, TORCH_NORMS):
+            return float(attribute == "weight")
+        is_norm = "norm" in type(module).__name__.lower() and attribute in ("weight", "gamma", "scale")
+        # Some norms multiply by (1 + weight) and start at zero; torch's own never do, whatever they start at.
+        return float(is_norm and self.param.dim() == 1 and bool(self.param.detach().any()))
+
+
+def candidates(model: nn.Module) -> list[Candidate]:
+    """List the parameters of a plain model in `named_parameters` order, ties together."""
+    found: dict[int, Candidate] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                candidate = found.setdefault(id(param), Candidate(param))
+                if id(module) not in seen:
+                    candidate.places.append((module, attribute))
+                candidate.names.append(f"{path}.{attribute}" if path else attribute)
+        seen.add(id(module))
+    return list(found.values())
+
+
+def select(every: list[Candidate], include: Patterns, exclude: Patterns) -> None:
+    """Mark the candidates that stay as they are, with the reason.
+
+    Raises:
+        SelectionError: A pattern matches nothing, or nothing is left.
+    """
+    included = _matches(every, include, "include")
+    excluded = _matches(every, exclude, "exclude")
+    for candidate in every:
+        if included is not None and id(candidate) not in included:
+            candidate.skipped = "not included"
+        elif excluded is not None and id(candidate) in excluded:
+            candidate.skipped = "excluded"
+        elif not candidate.param.requires_grad:
+            candidate.skipped = "frozen"
+        elif not candidate.param.is_floating_point():
+            candidate.skipped = f"dtype {candidate.param.dtype}"
+    if not any(not c.skipped for c in every):
+        reasons = sorted({c.skipped for c in every}) or ["the model has no parameters"]
+        raise SelectionError(
+            f"no parameter is left to become Bayesian ({', '.join(reasons)}); "
+            "widen include/exclude, or call requires_grad_(True) on what should be trained"
+        )
+
+
+def _matches(every: list[Candidate], patterns: Patterns, argument: str) -> set[int] | None:
+    """Return the ids of the candidates that match, or None where there is no pattern."""
+    if patterns is None:
+        return None
+    if isinstance(patterns, nn.Module):
+        raise TypeError(f"{argument} takes names, got a {type(patterns).__name__}; pass {_pattern_of(patterns, every)}")
+    if callable(patterns):
+        return {id(c) for c in every if patterns(c.name, c.param)}
+    chosen: set[int] = set()
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"{argument} takes a glob pattern, several of them, or a callable, got {patterns!r}")
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = {id(c) for c in every if matches(pattern, c.names, argument)}
+        if not hits:
+            raise unmatched(pattern, every, argument)
+        chosen |= hits
+    return chosen
+
+
+def _pattern_of(module: nn.Module, every: list[Candidate]) -> str:
+    """Return what to give in place of a module: the pattern for its own parameters, where it has any."""
+    for candidate in every:
+        if len(candidate.names) == 1 and candidate.places[0][0] is module and "." in candidate.name:
+            return repr(f"{candidate.name.rpartition('.')[0]}.*")
+    return "its name and '.*', as in 'head.*'"
+
+
+def matches(pattern: Any, names: Iterable[str], argument: str) -> bool:
+    """Tell whether a glob pattern matches one of a parameter's names."""
+    if not isinstance(pattern, str):
+        raise TypeError(f"{argument} takes glob patterns such as 'encoder.*', got {pattern!r}")
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def unmatched(pattern: str, every: list[Candidate], argument: str) -> SelectionError:
+    """Return the error for a pattern that matches nothing, with the closest names."""
+    names = [name for c in every for name in c.names]
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return SelectionError(f"{argument} pattern {pattern!r} matched no parameter; did you mean '{pattern}.*'?")
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    return SelectionError(
+        f"{argument} pattern {pattern!r} matched no parameter; patterns are globs over full names, closest: {near}"
+    )
+
+
+def priors(every: list[Candidate], prior_mean: Any, prior_sig: Any) -> dict[int, Prior]:
+    """Return the prior of each selected candidate, by its id.
+
+    Raises:
+        ValueError: A value is not positive and finite, has another shape, or a pattern matches nothing.
+    """
+    sigs = _by_pattern(every, prior_sig, "prior_sig", default=None)
+    means = _by_pattern(every, prior_mean, "prior_mean", default=None)
+    return {
+        id(c): Prior(_mean(c, means[id(c)]), _sig(c, sigs[id(c)]), c.is_bias, sigs[id(c)] is None)
+        for c in every
+        if not c.skipped
+    }
+
+
+def _by_pattern(every: list[Candidate], value: Any, argument: str, *, default: Any) -> dict[int, Any]:
+    """Spread a value, or a mapping from patterns to values, over the candidates; the first match wins."""
+    if not isinstance(value, Mapping) or _is_state_dict(value):
+        return {id(c): value for c in every}
+    for pattern in value:
+        if not any(matches(pattern, c.names, argument) for c in every):
+            raise unmatched(pattern, every, argument)
+    return {
+        id(c): next((v for pattern, v in value.items() if matches(pattern, c.names, argument)), default) for c in every
+    }
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, Tensor) for v in value.values())
+
+
+def _sig(candidate: Candidate, value: Any) -> float:
+    """Return a prior scale: a valid number, or one relative to the parameter where there is none."""
+    if value is None:
+        return relative_sig(candidate.param, candidate.fan_in)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"prior_sig must be None, a number, or a mapping from patterns to these, got {value!r}")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"prior_sig of {candidate.name!r} must be positive and finite, got {value!r}")
+    if not SMALLEST_SIG <= float(value) <= 1 / SMALLEST_SIG:
+        raise ValueError(
+            f"prior_sig of {candidate.name!r} must be within {SMALLEST_SIG:g} and its inverse, got {value!r}"
+        )
+    return float(value)
+
+
+def _mean(candidate: Candidate, value: Any) -> Tensor:
+    """Return the prior mean of one candidate: its current value, a constant, or a value from elsewhere."""
+    param = candidate.param.detach()
+    if value is None:
+        mean = param.clone()
+    elif isinstance(value, str) and value == "zero":
+        return param.new_tensor(candidate.neutral)
+    elif isinstance(value, Tensor):
+        mean = value.detach().to(param).clone()
+    elif isinstance(value, nn.Module):
+        mean = _from_names(candidate, dict(value.named_parameters(remove_duplicate=False)), type(value).__name__)
+    elif _is_state_dict(value):
+        mean = _from_names(candidate, value, "the state dict")
+    else:
+        raise TypeError(
+            "prior_mean must be None (the current weights), 'zero', a tensor, a module, a state dict, or a mapping "
+            f"from name patterns to these, got {value!r}"
+        )
+    if mean.shape != param.shape:
+        raise ValueError(
+            f"prior mean of {candidate.name!r} has shape {tuple(mean.shape)}, the parameter {tuple(param.shape)}; "
+            "give that name another value, e.g. prior_mean={'head.*': 'zero'}"
+        )
+    # A sum is quick, and finite only if every element is; large elements may still add up to infinity.
+    if not (math.isfinite(mean.sum()) or mean.isfinite().all()):
+        raise ValueError(f"prior mean of {candidate.name!r} is not finite; check the weights that it comes from")
+    return mean
+
+
+def _from_names(candidate: Candidate, values: Mapping[str, Tensor], source: str) -> Tensor:
+    """Take a candidate's value from a mapping of plain names."""
+    for name in candidate.names:
+        if name in values:
+            return values[name].detach().to(candidate.param).clone()
+    near = difflib.get_close_matches(candidate.name, list(values), n=1)
+    raise ValueError(
+        f"{source} given as prior_mean has no {candidate.name!r}"
+        + (f" (closest: {near[0]!r})" if near else "")
+        + "; give the missing names a value by a mapping, e.g. prior_mean={'head.*': 'zero'}"
+    )
+
+
+def plain_tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers under their plain names, each once, the posteriors' own left out."""
+    seen: set[int] = set()
+    for path, module in root.named_modules():
+        if isinstance(module, Posterior):
+            continue
+        lasting = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *lasting.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor

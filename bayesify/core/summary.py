@@ -1,0 +1,217 @@
+"""Say what is Bayesian in a model and what is not, and why."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from bayesify.core.notebook import html_table
+from bayesify.core.posterior import Posterior
+from bayesify.core.wrap import named_posteriors, scopes_of
+
+NAME_WIDTH = 60
+MOST_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of the plain model.
+
+    Attributes:
+        name: Its plain name.
+        shape: Its shape.
+        posterior: The kind of its posterior; empty where it is not Bayesian.
+        prior: A short description of its prior.
+        note: Ties, fixed rows, flat priors; or why it is not Bayesian.
+        count: Its number of elements.
+        std: The mean of its standard deviation; None where it is a point.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    posterior: str
+    prior: str
+    note: str
+    count: int
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The parameters of a bayesified model; print it.
+
+    Attributes:
+        method: The methods in use, with their options.
+        rows: One per parameter, Bayesian ones first.
+        extra_bytes: What the posteriors keep beside the model's own parameters.
+    """
+
+    method: str
+    rows: tuple[Row, ...]
+    extra_bytes: int
+
+    def table(self, *, full: bool = False) -> list[tuple[str, ...]]:
+        """Return the cells: a row per parameter, or per module where there are more than `MOST_ROWS`.
+
+        Args:
+            full: Whether to list every parameter all the same.
+        """
+        if full or len(self.rows) <= MOST_ROWS:
+            return [
+                (_short(r.name), "x".join(map(str, r.shape)) or "()", _posterior([r]), r.prior, r.note)
+                for r in self.rows
+            ]
+        parts = sorted(_parts(self.rows).items(), key=lambda part: _size(part[1]), reverse=True)
+        cells = [_part(name, rows) for name, rows in parts[:MOST_ROWS]]
+        if rest := [row for _, rows in parts[MOST_ROWS:] for row in rows]:
+            cells.append(_part(f"{len(parts) - MOST_ROWS} more", rest))
+        return cells
+
+    def header(self, *, full: bool = False) -> tuple[str, ...]:
+        """Return the names of the columns of `table`."""
+        whole = full or len(self.rows) <= MOST_ROWS
+        return ("parameter", "shape", "posterior", "prior", "note") if whole else (
+            "module", "parameters", "posterior", "prior", "note"
+        )  # fmt: skip
+
+    @property
+    def totals(self) -> list[str]:
+        """The lines below the table."""
+        bayesian = [r for r in self.rows if r.posterior]
+        others = Counter(r.note for r in self.rows if not r.posterior)
+        total, own = sum(r.count for r in self.rows), sum(r.count for r in bayesian)
+        lines = [
+            f"method: {self.method}",
+            f"Bayesian: {own:,} of {total:,} parameters ({own / total:.1%}) in {len(bayesian)} tensors; "
+            f"posteriors keep {self.extra_bytes / 2**20:,.1f} MiB more",
+        ]
+        if others:
+            lines.append("not Bayesian: " + ", ".join(f"{n} tensors ({why})" for why, n in others.most_common()))
+        return lines
+
+    def text(self, *, full: bool = False) -> str:
+        """Return what is printed; `full` lists every parameter, however many there are."""
+        table = [self.header(full=full), *self.table(full=full)]
+        widths = [max(len(line[i]) for line in table) for i in range(5)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        rule = "-" * max(len(line) for line in lines)
+        return "\n".join([lines[0], rule, *lines[1:], rule, *self.totals])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return html_table(self.header(), self.table(), below="\n".join(self.totals))
+
+    __repr__ = __str__
+
+
+def _size(rows: list[Row]) -> tuple[int, int]:
+    """Return how many numbers are Bayesian, which come first, and how many there are."""
+    return sum(r.count for r in rows if r.posterior), sum(r.count for r in rows)
+
+
+def summary(model: nn.Module) -> Summary:
+    """Describe which parameters are Bayesian, with which prior and posterior, and which are not and why.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+
+    Returns:
+        An object that prints as a table.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, summary
+        >>> summary(bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=0.1))  # doctest: +ELLIPSIS
+        parameter  shape  posterior      prior             note
+        -------------------------------------------------------
+        weight     2x3    vi, std 0.001  N(theta0, 0.1^2)
+        bias       2      vi, std 0.001  N(theta0, 0.1^2)  bias
+        -------------------------------------------------------
+        method: VI(bias='informative', nst=5, ..., link='softplus', init_sig=None, natural=False, kld=1.0)
+        Bayesian: 8 of 8 parameters (100.0%) in 2 tensors; posteriors keep 0.0 MiB more
+    """
+    scopes = scopes_of(model)
+    rows, extra, seen = [], 0, set()
+    ties = Counter[Posterior](m for _, m in model.named_modules(remove_duplicate=False) if isinstance(m, Posterior))
+    for name, posterior in named_posteriors(model):
+        seen.add(id(posterior.original))
+        seen.update(id(p) for p in posterior.learnable())
+        extra += sum(t.nbytes for t in posterior.state().values())
+        rows.append(described_row(name, posterior, ties[posterior]))
+    for name, param in model.named_parameters():
+        if id(param) not in seen:
+            why = "not selected" if param.requires_grad else "frozen"
+            why = why if param.is_floating_point() else f"{param.dtype}".removeprefix("torch.")
+            rows.append(Row(name, tuple(param.shape), "", "-", why, param.numel()))
+    return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra)
+
+
+def described_row(name: str, posterior: Posterior, places: int = 1) -> Row:
+    """Describe one posterior."""
+    center = f"{float(posterior.prior_center):g}" if posterior.prior_center.dim() == 0 else "theta0"
+    notes = [
+        "bias" if posterior.is_bias else "",
+        f"tied, read in {places} places" if places > 1 else "",
+        f"padding row {posterior.fixed_row} without noise" if posterior.fixed_row is not None else "",
+        getattr(posterior, "note", ""),
+        "" if posterior.calibration == 1 else f"spread times {posterior.calibration:.3g}, calibrated",
+    ]
+    return Row(
+        name,
+        tuple(posterior.shape),
+        type(posterior).__name__.removesuffix("Posterior").lower(),
+        _prior(posterior, center),
+        ", ".join(n for n in notes if n),
+        posterior.original.numel(),
+        float(posterior.std.float().mean()) if posterior.random else None,
+    )
+
+
+def _prior(posterior: Posterior, center: str) -> str:
+    """Describe the prior of one posterior; plain training has weight decay instead."""
+    if posterior.flat:
+        return "flat"
+    return f"wd {posterior.wd:g}" if hasattr(posterior, "wd") else f"N({center}, {posterior.prior_sig:g}^2)"
+
+
+def _posterior(rows: list[Row]) -> str:
+    """Describe the posteriors of some rows: their kinds, and the range of their standard deviations."""
+    kinds = list(dict.fromkeys(r.posterior for r in rows if r.posterior))
+    stds = [r.std for r in rows if r.posterior and r.std is not None]
+    if not kinds:
+        return "-"
+    ends = list(dict.fromkeys(f"{value:.2g}" for value in (min(stds), max(stds)))) if stds else []
+    return ", ".join([*kinds, f"std {' to '.join(ends)}" if ends else "point"])
+
+
+def _parts(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
+    """Group rows by module, as deep in the model as gives at most `MOST_ROWS` groups; one level at least."""
+    found: dict[str, list[Row]] = {}
+    for depth in range(1, max(r.name.count(".") for r in rows) + 2):
+        parts: dict[str, list[Row]] = {}
+        for row in rows:
+            parts.setdefault(".".join(row.name.split(".")[:depth]), []).append(row)
+        if found and len(parts) > MOST_ROWS:
+            break
+        found = parts
+    return found
+
+
+def _part(name: str, rows: list[Row]) -> tuple[str, ...]:
+    """Describe the rows of one module in one line."""
+    priors = list(dict.fromkeys(r.prior for r in rows if r.posterior)) or ["-"]
+    notes = Counter(r.note for r in rows if not r.posterior)
+    return (
+        _short(name),
+        f"{sum(r.count for r in rows):,} in {len(rows)}",
+        _posterior(rows),
+        priors[0] if len(priors) == 1 else f"{len(priors)} priors",
+        ", ".join(f"{n} {why}" for why, n in notes.most_common()),
+    )
+
+
+def _short(name: str) -> str:
+    """Keep the ends of a very long name."""
+    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH // 3]}...{name[-(NAME_WIDTH * 2 // 3 - 3) :]}"

@@ -1,0 +1,229 @@
+"""Calibrate a posterior's spread: one factor, found by forward passes, for any method.
+
+Training chooses the shape of a posterior, and rarely its size: a spread that the training loss tolerates may be too
+small for data that the model has not seen. The factor is the posterior's own from then on: in every draw, in `std`, in
+files.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from bayesify.core import ranks
+from bayesify.core.mixture import member_count
+from bayesify.core.posterior import Posterior
+from bayesify.core.seeds import is_whole
+from bayesify.core.wrap import check_module, scopes_of
+from bayesify.prediction.batches import as_batches
+from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
+from bayesify.prediction.parts import own_places
+from bayesify.prediction.predict import predict, rereadable
+from bayesify.quality.temperature import TemperatureError, fit_temperature
+
+logger = logging.getLogger("bayesify")
+M = TypeVar("M", bound=nn.Module)
+
+TARGET = 0.1  # nats that the spread may cost on the model's own predictions
+FACTORS = tuple(2.0**k for k in range(-4, 8))
+FINE = 2**0.25  # the last refinement's step
+HOPELESS = 0.1  # nats above the best so far, from where larger factors are not tried
+GAIN = 1e-3  # nats that count as a difference
+
+
+def calibrate(
+    model: M,
+    data: Any,
+    *,
+    target: float | None = None,
+    samples: int = 10,
+    likelihood: Any = None,
+    progress: bool = True,
+) -> M:
+    """Find one factor on the posterior's spread, by what it does to predictions.
+
+    With labels it is the factor with the lowest NLL of the sampled prediction. Without labels, or with `target`, it is
+    the largest that raises the NLL of the model's own predictions (those of the posterior mean, as probabilities) by at
+    most `target` nats: KL(mean prediction || sampled prediction) <= target. A draw is then core + f (theta - core): for
+    a Gaussian m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay what they were. Where
+    torch.distributed runs several processes, each may give its part of the data, and all get the same factor.
+
+    Args:
+        model: A bayesified model that can be sampled, or a module that contains one.
+        data: Batches that training has not seen: a held-out part of the training data, with labels if there are any.
+            What comes in another order each time, or once only, is kept in memory.
+        target: The tolerance in nats for data whose labels are absent or not to be used; 0.1 by default.
+        samples: How many posterior samples each candidate is judged by.
+        likelihood: What the labels are, as in `fit_laplace`; None finds it, where outputs and labels leave no choice.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The model has nothing to sample, an argument is out of range, or the data is empty. The posterior is
+            as it was before.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, calibrate, summary
+        >>> model = bayesify(torch.nn.Linear(3, 2), "vi")
+        >>> calibrated = calibrate(model, torch.randn(20, 3), progress=False)
+        >>> "calibrated" in str(summary(calibrated))
+        True
+    """
+    check_module(model)
+    posteriors = [p for scope in scopes_of(model) for p in scope.posteriors if p.random]
+    if not posteriors:
+        raise ValueError("the model has no spread to calibrate; use a method that samples, not 'vanilla'")
+    if target is not None and not (isinstance(target, (int, float)) and 0 < target < math.inf):
+        raise ValueError(f"target must be a positive number of nats, got {target!r}")
+    if not is_whole(samples) or samples < 2:
+        raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer say more about themselves")
+    given = likelihood_of(likelihood)
+    before = [p.calibration for p in posteriors]
+    data = as_batches(data)
+    if not rereadable(data) and own_places(data) is None:
+        data = list(data)  # all candidates are compared with the labels, and the mean's outputs, of one reading
+    try:
+        with tqdm(desc="calibrate", unit="candidate", disable=not progress) as bar:
+            trial = Trial(model, posteriors, data, samples, bar.update, copy.copy(given))
+            if trial.labels is None or target is not None:
+                factor = _largest_within(trial.divergence, TARGET if target is None else target)
+            else:
+                factor = _best(trial)
+    except BaseException:
+        for posterior, old in zip(posteriors, before, strict=True):
+            posterior.calibration = old
+        raise
+    for posterior in posteriors:
+        posterior.calibration = factor
+    return model
+
+
+class Trial:
+    """Candidates on one set of data, each judged by the same draws."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        posteriors: Sequence[Posterior],
+        data: Any,
+        samples: int,
+        tick: Callable[[], Any],
+        likelihood: Likelihood | None = None,
+    ) -> None:
+        self.model, self.posteriors, self.data, self.tick = model, posteriors, data, tick
+        members = member_count(model)
+        self.samples = -(-samples // members) * members  # as many of each member
+        point = predict(model, data, samples=0, task="regression")  # outputs as they are, whatever the task
+        assert point.outputs is not None
+        self.point, self.labels = point.outputs, point.labels
+        if likelihood is None:
+            likelihood = Classification() if self.labels is None else found_likelihood(self.point[0], self.labels)
+        self.likelihood = likelihood
+        if self.labels is None and (self.point.dim() < 3 or self.point.shape[-1] < 2):
+            raise ValueError(
+                "without labels calibrate needs class probabilities, and these outputs are none; give labels"
+            )
+        if isinstance(self.likelihood, Regression):
+            self.likelihood.observe(self.point[0], self.labels)
+            self.likelihood.join(ranks.gathered)
+            self.likelihood.settle("ggn")
+
+    def outputs(self, factor: float) -> Tensor:
+        """Return the outputs of all draws, (samples, examples, ...)."""
+        for posterior in self.posteriors:
+            posterior.calibration = factor
+        found = predict(self.model, self.data, samples=self.samples, seed=0, task="regression")
+        assert found.outputs is not None
+        self.tick()
+        return found.outputs
+
+    def nll(self, outputs: Tensor) -> float:
+        """Return the mean NLL of the mixture over draws."""
+        return _mean(self.likelihood.mixture_nll(outputs, self.labels))
+
+    def divergence(self, factor: float) -> float:
+        """Return the mean KL(p || q) of the mean's prediction p and the sampled prediction q."""
+        p, log_p = (f(self.point[0].double(), -1) for f in (torch.softmax, torch.log_softmax))
+        log_q = torch.logsumexp(torch.log_softmax(self.outputs(factor).double(), -1), 0) - math.log(self.samples)
+        return _mean((p * (log_p - log_q)).sum(-1))
+
+
+def _mean(values: Tensor) -> float:
+    """Return the mean over the items of all processes, which must choose alike; infinite where it is not finite."""
+    found = ranks.gathered((float(values.double().sum()), values.numel()))
+    value = sum(total for total, _ in found) / sum(count for _, count in found)
+    return value if math.isfinite(value) else math.inf
+
+
+def _best(trial: Trial) -> float:
+    """Return the factor with the lowest NLL: by doubling and halving, then refined; 0 where the mean does as well."""
+    point = trial.nll(trial.point)
+    tried: dict[float, float] = {}
+
+    def nll(factor: float) -> float:
+        if factor not in tried:
+            tried[factor] = trial.nll(trial.outputs(factor))
+        return tried[factor]
+
+    for factor in (f for f in FACTORS if f >= 1):
+        if not nll(factor) <= min(tried.values()) + HOPELESS:
+            break
+    for factor in reversed([f for f in FACTORS if f < 1]):
+        if min(tried, key=nll) != 2 * factor:
+            break  # it rises on the way down already
+        nll(factor)
+    for step in (FINE**2, FINE):
+        best = min(tried, key=nll)
+        for factor in (best / step, best * step):
+            nll(factor)
+    best = min(tried, key=nll)
+    logger.info("spread times %.3g: NLL %.4f, of the mean %.4f", best, tried[best], point)
+    if tried[best] >= point - GAIN / 10:
+        logger.warning("no spread does better than the posterior mean (NLL %.4f): samples are of no use here", point)
+        return 0.0
+    if isinstance(trial.likelihood, Classification):
+        _say_if_temperature_is_enough(trial, tried[best])
+    return best
+
+
+def _say_if_temperature_is_enough(trial: Trial, nll: float) -> None:
+    """Say so where temperature scaling of the mean does as well as samples."""
+    assert trial.labels is not None
+    try:
+        temperature = fit_temperature(trial.point[0].flatten(0, -2), trial.labels.flatten())
+    except (TemperatureError, ValueError):
+        return
+    if temperature.nll <= nll + GAIN:
+        logger.warning(
+            "temperature scaling of the posterior mean does as well (NLL %.4f with T = %.2f, sampled %.4f)",
+            temperature.nll,
+            temperature.temperature,
+            nll,
+        )
+
+
+def _largest_within(cost: Callable[[float], float], target: float) -> float:
+    """Return the largest factor whose cost is within the target: it grows with the factor."""
+    low, high = 0.0, None
+    for factor in FACTORS:
+        if cost(factor) > target:
+            high = factor
+            break
+        low = factor
+    if high is None:
+        logger.warning("even a spread of %g times its size costs less than %g nats", low, target)
+        return low
+    if low == 0.0:
+        return 0.0
+    while high / low > FINE:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if cost(middle) <= target else (low, middle)
+    return low

@@ -1,0 +1,325 @@
+"""Predict with the posterior: the same few models on all the data, averaged.
+
+Samples are the outer loop, so that n draws cost n draws; data that can be read only once, or comes in another order
+each time, is read once, each batch under the same pinned draws. So it is where a part of the model has no posterior:
+that part is then computed once per batch. The members of a mixture take turns, and their predictions are averaged.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Literal, NamedTuple, overload
+
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from tqdm.auto import tqdm
+
+from bayesify.core.draws import MEAN, Draw, Mode
+from bayesify.core.evaluating import evaluation
+from bayesify.core.mixture import member_scopes
+from bayesify.core.modes import override
+from bayesify.core.posterior import Posterior
+from bayesify.core.reading import Scope
+from bayesify.core.reuse import Memory, reusing
+from bayesify.core.seeds import draw_seeds, is_whole
+from bayesify.core.wrap import check_module, scopes_of
+from bayesify.prediction.averaging import Found, average
+from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
+from bayesify.prediction.last_layer import NotLastError, passed
+from bayesify.prediction.multilabel import MultilabelPredictive, MultilabelTally
+from bayesify.prediction.parts import own_places, together
+from bayesify.prediction.predictive import ClassificationTally, Predictive
+from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
+from bayesify.prediction.statistics import own_statistics, warn_where_stale
+
+THETAS = 1 << 30  # bytes
+MOST = 5  # samples of a mixture's member, where nobody says how many
+
+Exact = ClassificationTally | RegressionTally  # know what to do with a closed form
+Tally = Exact | MultilabelTally
+
+TALLIES: dict[str, type[Tally]] = {
+    "classification": ClassificationTally,
+    "tokens": ClassificationTally,
+    "regression": RegressionTally,
+    "heteroscedastic": HeteroscedasticTally,
+    "multilabel": MultilabelTally,
+}
+
+
+@overload
+def predict(
+    model: nn.Module,
+    data: Any,
+    samples: int | None = ...,
+    *,
+    seed: int | None = ...,
+    task: Literal["classification", "tokens"] = ...,
+    progress: bool = ...,
+    keep_samples: bool = ...,
+    update_bn: Any = ...,
+) -> Predictive: ...
+@overload
+def predict(
+    model: nn.Module,
+    data: Any,
+    samples: int | None = ...,
+    *,
+    seed: int | None = ...,
+    task: Literal["regression", "heteroscedastic"],
+    progress: bool = ...,
+    keep_samples: bool = ...,
+    update_bn: Any = ...,
+) -> RegressionPredictive: ...
+@overload
+def predict(
+    model: nn.Module,
+    data: Any,
+    samples: int | None = ...,
+    *,
+    seed: int | None = ...,
+    task: Literal["multilabel"],
+    progress: bool = ...,
+    keep_samples: bool = ...,
+    update_bn: Any = ...,
+) -> MultilabelPredictive: ...
+def predict(
+    model: nn.Module,
+    data: Any,
+    samples: int | None = None,
+    *,
+    seed: int | None = None,
+    task: str = "classification",
+    progress: bool = False,
+    keep_samples: bool = True,
+    update_bn: Any = None,
+) -> Predictive | RegressionPredictive | MultilabelPredictive:
+    """Average a model's predictions over posterior samples, in eval mode and without gradients.
+
+    Args:
+        model: A bayesified model, or a module that contains one. A plain model will do: its posterior is a point.
+        data: One batch (a tensor, a dict, an HF BatchEncoding) or an iterable of batches, in which a tuple or list is
+            (inputs,) or (inputs, labels), and a dict may hold "labels". Outputs are compared with labels place by
+            place: shift those of a causal language model, whose outputs are about the next token. Where processes
+            read parts of it by a DistributedSampler (or Accelerate, in order), each gets the prediction of the whole,
+            in the data set's order; all of them have to call.
+        samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
+            one pass and a closed form where a fitted "la" has spread in a linear last layer only (`num_samples` is
+            then 0, and `logits` are the mean's), else the method's `nst` samples. A mixture spreads its samples evenly
+            over the members, of which each weighs the same; None does the best for every member: a closed form, one
+            sample of a point, five of the others.
+        seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
+            where there is anything to sample.
+        task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. The
+            classes are the last dimension of outputs (N, K) and (N, T, K), as token classifiers give them, and the
+            second of outputs with more dimensions, as segmentation gives them. In a regression the noise is that of
+            `fit_laplace`, if it found one, or what the prediction's `with_noise` is told; "heteroscedastic" outputs
+            are means and log variances, in halves of the last dimension.
+        progress: Whether to show a progress bar.
+        keep_samples: Whether to keep the outputs of every sample; False needs less memory.
+        update_bn: Training data, as `data`, from which the statistics of BatchNorm layers are computed for every sample
+            before it predicts: those of training belong to other weights. The model keeps its own.
+
+    Returns:
+        The predictive distribution, on the CPU.
+
+    Raises:
+        ValueError: The data is empty or can be read in two ways, or an argument is out of range.
+        TypeError: The data holds arrays or texts, which the model does not take.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, predict
+        >>> model = bayesify(torch.nn.Linear(3, 2), "vi")
+        >>> predict(model, torch.ones(4, 3), samples=5, seed=0)
+        Predictive(4 examples, 2 classes, 5 samples)
+    """
+    if task not in TALLIES:
+        raise ValueError(f"task must be one of {list(TALLIES)}, got {task!r}")
+    if samples is not None and (not is_whole(samples) or samples < 0):
+        got = f"a {type(samples).__name__}; labels go with the data, [(inputs, labels)]"
+        got = repr(samples) if isinstance(samples, (int, float, str)) else got
+        raise ValueError(f"samples must be an integer >= 0, or None, got {got}")
+    scopes = [] if is_plain(model) else scopes_of(model)
+    batches, places = as_batches(data), own_places(data)
+    members = [Member(i, own) for i, own in enumerate(member_scopes(model, scopes))][: 1 if samples == 0 else None]
+    if (len(members) > 1 or update_bn is not None) and not rereadable(batches):
+        batches = list(batches)  # the members take their turns on the same data
+    if update_bn is None:
+        warn_where_stale(model, scopes)
+    else:
+        update_bn = as_batches(update_bn)
+        update_bn = list(update_bn) if isinstance(update_bn, Iterator) else update_bn
+    run = Run(model, scopes, task, keep_samples, progress, update_bn)
+    exact: dict[int, Found] = {}
+    for member in members if samples is None else ():
+        found, batches = run.in_closed_form(member, batches)
+        if found is not None:
+            exact[member.number] = found
+    counts = [0 if m.number in exact else m.share(samples, len(members)) for m in members]
+    seeds = draw_seeds(len(members) * max(counts), seed) if any(counts) else []
+    parts = [
+        exact[m.number] if m.number in exact else run.sampled(m, batches, seeds[m.number :: len(members)][:count])
+        for m, count in zip(members, counts, strict=True)
+        if m.number in exact or count or len(members) == 1
+    ]
+    found = replace(average(parts), method=_methods(members))
+    return found if places is None else together(found, places)
+
+
+class Member(NamedTuple):
+    """One member of a mixture, or a whole model: its number, and the scopes that a forward reads."""
+
+    number: int
+    scopes: list[Scope]
+
+    def share(self, samples: int | None, members: int) -> int:
+        """Return how many samples are this member's: its method's, five at most beside others, or an even part.
+
+        What is left over goes to the first ones.
+        """
+        if samples is None:
+            own = max((scope.method.nst for scope in self.scopes), default=0)
+            return own if members == 1 else min(max(own, 1), MOST)
+        return 0 if not self.scopes else samples // members + (self.number < samples % members)
+
+
+class Run(NamedTuple):
+    """What a prediction is made with, whatever the member."""
+
+    model: nn.Module
+    scopes: list[Scope]
+    task: str
+    keep: bool
+    progress: bool
+    update_bn: Iterable[Any] | None
+
+    def sampled(self, member: Member, batches: Iterable[Any], seeds: list[int]) -> Found:
+        """Average over the draws of these seeds; without any, use the mean."""
+        model, tally = self.model, TALLIES[self.task](keep=self.keep)
+        modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=member.number) for s in seeds] or [MEAN]
+        labels: dict[int, Any] = {}
+        device = device_of(model)
+        # Statistics hold for one sample: it sees all the data before the next one comes.
+        groups = [modes] if self.update_bn is None else [[mode] for mode in modes]
+        several = len(groups[0]) > 1 and _thetas_fit(model, len(modes))
+        with (
+            evaluation(model),
+            reusing(model) if several else nullcontext() as memory,
+            _bar(batches, len(modes), self.progress) as bar,
+        ):
+            for first, together in enumerate(groups):
+                with self.statistics(together[0]):
+                    for sample, batch_index, batch, mode in _turns(batches, together, memory):
+                        inputs, target = split_batch(batch)
+                        labels[batch_index] = target
+                        with override(self.scopes, mode):
+                            output = call_model(model, to_device(inputs, device), to_device(target, device))
+                        tally.add(first + sample, batch_index, logits_of(output))
+                        bar.update()
+        if not labels:
+            raise ValueError("the data has no batches; pass a non-empty loader or tensor")
+        return _with_noise(tally.finish(len(seeds), [labels[i] for i in sorted(labels)]), member.scopes, self.task)
+
+    @contextmanager
+    def statistics(self, mode: Mode) -> Iterator[None]:
+        """Use the BatchNorm statistics of one sample, where there is data to compute them from."""
+        with ExitStack() as stack:
+            if self.update_bn is not None:
+                with override(self.scopes, mode):
+                    stack.enter_context(own_statistics(self.model, self.update_bn))
+            yield
+
+    def in_closed_form(self, member: Member, batches: Iterable[Any]) -> tuple[Found | None, Iterable[Any]]:
+        """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning."""
+        form = member.scopes[0].method.closed_form(member.scopes[0]) if len(member.scopes) == 1 else None
+        tally = TALLIES[self.task](keep=self.keep)
+        if form is None or not isinstance(tally, Exact) or isinstance(tally, HeteroscedasticTally):
+            return None, batches
+        for scope in self.scopes:
+            scope.method.check_ready(scope.posteriors)
+        labels: list[Any] = []
+        source = iter(batches)
+        first = next(source, None)
+        if first is None:
+            raise ValueError("the data has no batches; pass a non-empty loader or tensor")
+        mode = MEAN._replace(member=member.number)
+        try:
+            with evaluation(self.model), self.statistics(mode), _bar(batches, 1, self.progress) as bar:
+                for i, one in enumerate(passed(self.model, self.scopes, form.head, chain([first], source), mode)):
+                    tally.add_gaussian(i, form.logits(one.features, one.output), one.output)
+                    labels.append(one.target)
+                    bar.update()
+        except NotLastError:
+            if labels:
+                raise ValueError(
+                    "the model's last layer is not the same for all batches; give samples=, a number of samples"
+                ) from None
+            return None, chain([first], source) if source is batches else batches
+        return _with_noise(tally.finish(0, labels, closed_form=True), member.scopes, self.task), batches
+
+
+def _with_noise(found: Found, scopes: list[Scope], task: str) -> Found:
+    """Give a regression the noise that a fit found, if one did."""
+    noise = next((v for scope in scopes if (v := getattr(scope.method, "noise_var", None)) is not None), None)
+    return (
+        found.with_noise(noise) if isinstance(found, RegressionPredictive) and task == "regression" and noise else found
+    )
+
+
+def _methods(members: Sequence[Member]) -> str:
+    """Name the methods of a model, such as "la", or of a mixture's members, such as "mixture of 5: la"."""
+    names = dict.fromkeys(scope.method.name for member in members for scope in member.scopes)
+    return f"mixture of {len(members)}: " * (len(members) > 1) + ", ".join(names)
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Tell whether a module has no posteriors at all."""
+    check_module(model)
+    return not any(isinstance(module, Posterior) for module in model.modules())
+
+
+def rereadable(batches: Iterable[Any]) -> bool:
+    """Tell whether every pass over the data gives the same batches."""
+    if isinstance(batches, DataLoader):
+        if isinstance(batches.dataset, IterableDataset):
+            return False
+        order = batches.sampler if batches.batch_sampler is None else batches.batch_sampler
+        # A batch sampler of somebody's own may shuffle, whatever it is built on.
+        return isinstance(order.sampler if order.__class__ is BatchSampler else order, SequentialSampler)
+    return isinstance(batches, (list, tuple))
+
+
+def _thetas_fit(model: nn.Module, count: int) -> bool:
+    """Tell whether the thetas of all samples may be in memory at once: they take a GiB, or what the model takes."""
+    size = sum(m.original.nbytes for m in model.modules() if isinstance(m, Posterior) and m.moves)
+    return count * size <= max(THETAS, sum(p.nbytes for p in model.parameters()))
+
+
+def _turns(batches: Iterable[Any], modes: list[Mode], memory: Memory | None) -> Iterator[tuple[int, int, Any, Mode]]:
+    """Yield (sample number, batch number, batch, mode) in the order that costs least.
+
+    Where a part of the model is computed once per batch, all samples come before the next batch.
+    """
+    if memory is None and rereadable(batches):
+        for sample, mode in enumerate(modes):
+            for i, batch in enumerate(batches):
+                yield sample, i, batch, mode
+            if mode.draw is not None:
+                mode.draw.forget()
+    else:
+        for i, batch in enumerate(batches):
+            if memory is not None:
+                memory.forget()
+            for sample, mode in enumerate(modes):
+                yield sample, i, batch, mode
+
+
+def _bar(batches: Iterable[Any], samples: int, progress: bool) -> Any:
+    """Return a progress bar over all the forwards."""
+    try:
+        total = len(batches) * samples  # type: ignore[arg-type]
+    except TypeError:
+        total = None
+    return tqdm(total=total, desc="predict", unit="batch", disable=not progress)
