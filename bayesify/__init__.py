@@ -1,12 +1,14 @@
 """Honest uncertainty for any pretrained PyTorch model, in one line."""
 
 from bayesify import methods
+from bayesify.core import surface
 from bayesify.core.checkpoint import load, save
 from bayesify.core.groups import param_groups
 from bayesify.core.mixing import components, mix
 from bayesify.core.penalty import penalty
 from bayesify.core.summary import summary
 from bayesify.core.wrap import bayesify, mean, named_posteriors, sample, samples, unbayesify
+from bayesify.integrations import eval_caches, folders
 from bayesify.methods.ivon.optimizer import IVON
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.methods.sgld.optimizer import SGLD
@@ -16,6 +18,8 @@ from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
 __version__ = "0.1.0"
+
+surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
 
 __all__ = [
     "IVON",

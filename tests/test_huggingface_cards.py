@@ -11,8 +11,7 @@ from transformers import TrainingArguments
 
 from bayesify import bayesify as make_bayesian
 from bayesify import calibrate, components, mix, predict, unbayesify
-from bayesify.integrations import hf_hub
-from bayesify.integrations.huggingface import BayesTrainer, from_pretrained, pipeline, save_pretrained
+from bayesify.integrations.huggingface import BayesTrainer, from_pretrained, hub, pipeline, save_pretrained
 
 
 def bert(seed=0, method="vi", **options):
@@ -164,7 +163,7 @@ def test_a_mixture_is_pushed_whole(tmp_path, monkeypatch):
             shutil.copytree(folder_path, tmp_path / "pushed")
             done.update(pushed=repo_id, **options)
 
-    monkeypatch.setattr(hf_hub, "HfApi", Api)
+    monkeypatch.setattr(hub, "HfApi", Api)
     model = mix([bert(0), bert(1)])
     save_pretrained(model, tmp_path / "mine", push_to_hub=True, private=True, commit_message="all")
     assert done == {"token": None, "repo_id": "mine", "private": True, "exist_ok": True, "pushed": "me/mine"} | {

@@ -10,8 +10,8 @@ from transformers import Trainer
 
 from bayesify import bayesify as make_bayesian
 from bayesify import fit_laplace, metrics, mix, penalty, predict
-from bayesify.integrations.hf_evaluation import Average, Evaluation
 from bayesify.integrations.huggingface import BayesTrainer
+from bayesify.integrations.huggingface.evaluation import Average, Evaluation
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ def test_nothing_counts_after_the_end():
 
 
 def test_agreement_counts_equal_tokens_of_pairs():
-    from bayesify.integrations.hf_generation import agreement
+    from bayesify.integrations.huggingface.generation import agreement
 
     rows = torch.tensor([[[1, 2, 3, 4]], [[1, 2, 9, -1]], [[1, 2, 3, 4]]])
     assert agreement(rows).item() == pytest.approx((2 / 4 + 4 / 4 + 2 / 4) / 3)

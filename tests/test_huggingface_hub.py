@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from bayesify import bayesify as make_bayesian
 from bayesify import named_posteriors, sample, unbayesify
-from bayesify.core import folders
+from bayesify.integrations import folders
 from bayesify.integrations.huggingface import from_pretrained, save_pretrained
 
 TIED = {"GPT2": AutoModelForCausalLM, "Qwen2": AutoModelForCausalLM, "T5": AutoModelForSeq2SeqLM}

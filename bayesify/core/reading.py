@@ -51,7 +51,7 @@ class Scope:
         method: Method,
         posteriors: list[Posterior],
         sites: list[Site],
-        caching: list[nn.Module],
+        caching: list[nn.RNNBase],
     ) -> None:
         self.root: nn.Module | None = root
         self.method = method
@@ -185,7 +185,6 @@ class Scope:
         self.look_for_lost_writes()
         if module is self.root:
             lost.look_for_replaced(self)
-        caches.take_over(self.caching)
         agree(self)
         if not self.sharded and self.root is not None:
             self.sharded = follow_at_work(self.root, self.posteriors)

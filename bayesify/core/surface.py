@@ -7,19 +7,23 @@ from typing import Any
 
 from torch import nn
 
-from bayesify.core import folders
 from bayesify.core.stored import check_state_dict
+
+extensions: list[Any] = []
+"""Modules with `put_on(model)` and `take_off(model)`, which fit a bayesified model to another library."""
 
 
 def put_on(model: nn.Module) -> None:
     """Let a bayesified model refuse the state dicts that are not its own, and write folders that others can read."""
-    folders.put_on(model)
+    for extension in extensions:
+        extension.put_on(model)
     model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
 
 
 def take_off(model: nn.Module) -> None:
     """Undo `put_on`."""
-    folders.take_off(model)
+    for extension in extensions:
+        extension.take_off(model)
     hooks: dict[int, Any] = model._load_state_dict_pre_hooks
     for key in [k for k, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
         del hooks[key]

@@ -255,7 +255,7 @@ def _unwrap(root: nn.Module, scope: Scope) -> None:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
     surface.take_off(root)
-    caches.release(scope.caching)
+    caches.forget_weights(scope.caching)
     del root._bayesify_scope
 
 

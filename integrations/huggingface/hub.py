@@ -14,13 +14,13 @@ from huggingface_hub import HfApi
 from torch import nn
 from transformers.utils.hub import cached_file
 
-from bayesify.core.card import write_card
 from bayesify.core.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
-from bayesify.core.folders import is_adapter
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.wrap import scopes_of
+from bayesify.integrations.card import write_card
+from bayesify.integrations.folders import is_adapter
 
-from .extras import extra
+from ..extras import extra
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # which every download takes

@@ -19,7 +19,7 @@ from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import scopes_of
 from bayesify.prediction.probabilities import entropy_of
 
-from .hf_evaluation import Average, PinnedSamples
+from .evaluation import Average, PinnedSamples
 
 PADDING = -1
 

@@ -15,8 +15,8 @@ from bayesify.core.wrap import scopes_of
 from bayesify.prediction.predict import predict
 from bayesify.prediction.probabilities import entropy_of
 
-from .hf_evaluation import Average, PinnedSamples, default_samples
-from .hf_hub import from_pretrained
+from .evaluation import Average, PinnedSamples, default_samples
+from .hub import from_pretrained
 
 TASKS = {  # Hugging Face's class, and what turns its inputs into tensors
     "text-classification": ("TextClassificationPipeline", "tokenizer"),

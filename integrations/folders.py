@@ -72,7 +72,7 @@ def _upload(model: Any, folder: "str | os.PathLike[str]", *args: Any, **options:
 
 def write_own_card(model: Any, folder: "str | os.PathLike[str]") -> None:
     """Write the card of a bayesified model into its folder."""
-    from bayesify.core.card import write_card  # which knows what scopes are
+    from bayesify.integrations.card import write_card  # which knows what scopes are
 
     scope: Any = model._bayesify_scope
     name = type(model).__name__.removeprefix("Parametrized")

@@ -14,19 +14,18 @@ from transformers import PreTrainedModel, Trainer
 
 import bayesify
 from bayesify.core.checkpoint import load, mean_tensors, root_of, save_posterior
-from bayesify.core.folders import is_adapter
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import scopes_of
+from bayesify.integrations.folders import is_adapter
 from bayesify.prediction.batches import logits_of
 from bayesify.prediction.last_layer import NotLastError
 
-from .hf_evaluation import Average, Evaluation
-from .hf_hub import write_mixture_card
-from .hf_items import is_causal, random_state_kept
-from .hf_loss import LossMixin
-from .hf_members import last_checkpoint, train_members
+from .evaluation import Average, Evaluation
+from .hub import write_mixture_card
+from .loss import LossMixin, is_causal, random_state_kept
+from .members import last_checkpoint, train_members
 
 
 class BayesTrainerMixin(LossMixin):

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from bayesify.core.checkpoint import root_of
-from bayesify.core.folders import is_adapter, plain_state_dicts
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import samples
+from bayesify.integrations.folders import is_adapter, plain_state_dicts
 
-from .extras import extra
+from ..extras import extra
 
 
 def export_adapters(
