@@ -110,7 +110,7 @@ BAD = {
     "other": (lambda p: save_file({"weight": torch.ones(2)}, p), "was not written by bayesify"),
     "a bit of a tensor": (lambda p: flip(p, -9), "damaged.*checksum"),
     "version 99": (metadata(version="99"), "version 99.*upgrade"),
-    "version -5": (metadata(version="-5"), "damaged.*version -5"),
+    "version 1": (metadata(version="1"), "format version 1, this bayesify reads 2; save the model again"),
     "version x": (metadata(version="x"), "is damaged"),
     "deep JSON": (metadata(models="[" * 100_000 + "]" * 100_000), "damaged.*Recursion"),
     "a list": (metadata(models="[1]"), "is damaged"),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as distributed
 from torch.optim.swa_utils import AveragedModel
 
-from bayesify import bayesify, fit_laplace, named_posteriors, unbayesify
+from bayesify import bayesify, fit_laplace, named_posteriors, predict, unbayesify
 from bayesify.core.stored import PAGE, StateDictError, decoded, encoded
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
@@ -64,6 +64,24 @@ def test_a_tuned_prior_goes_with_the_state_dict():
         assert a.tuned == b.tuned == "evidence"
 
 
+def test_the_noise_of_a_regression_goes_with_the_state_dict():
+    model = fit_laplace(bayesify(net(), "la"), [(X, torch.randn(8, 2))], likelihood="regression")
+    other = bayesify(net(1), "la")
+    other.load_state_dict(model.state_dict())
+    assert other._bayesify_scope.method == model._bayesify_scope.method
+    found, wanted = (predict(m, X, task="regression", samples=50, seed=0) for m in (other, model))
+    for a, b in ((found.aleatoric, wanted.aleatoric), (found.std, wanted.std)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"noise_var": -1.0}, {"noise_var": "1"}, {"nst": 3}])
+def test_a_state_dict_with_a_noise_that_no_fit_finds_is_refused(options):
+    state = bayesify(net(), "la").state_dict()
+    key = next(k for k in state if k.endswith("_extra_state"))
+    state[key] = encoded({**decoded(state[key]), "options": options})
+    assert_loads_nothing(bayesify(net(1), "la"), state, f"damaged: .*{next(iter(options))}")
+
+
 def test_a_state_dict_without_settings_lacks_keys():
     state = {k: v for k, v in bayesify(net()).state_dict().items() if not k.endswith("_extra_state")}
     model = bayesify(net(1))
@@ -85,7 +103,10 @@ def test_a_state_dict_with_a_factor_that_no_calibration_finds_is_refused(value):
 
 
 def test_settings_are_bytes_in_a_tensor_of_a_length_that_numbers_do_not_change():
-    for about in ({"settings": {"a": 0.1}, "results": {}}, {"settings": {"a": 1e-30}, "results": {"b": None}}):
+    for about in (
+        {"settings": {"a": 0.1}, "results": {}, "options": {}},
+        {"settings": {"a": 1e-30}, "results": {"b": None}, "options": {}},
+    ):
         assert decoded(encoded(about)) == about
         assert encoded(about).dtype == torch.uint8
         assert len(encoded(about)) == PAGE

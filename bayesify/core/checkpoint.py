@@ -14,7 +14,7 @@ own tensors (`check_state`).
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.core import fileformat
+from bayesify.core import fileformat, ranks
 from bayesify.core.distributed import copy_whole, follow, is_sharded, rest, whole
-from bayesify.core.fileformat import FORMAT, VERSION, CheckpointError, damaged
+from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
 from bayesify.core.lost import replaced
 from bayesify.core.method import REGISTRY, Method, resolve
 from bayesify.core.mixture import Mixture, mixture_in, shared_copy
@@ -40,8 +40,6 @@ POSTERIOR_FILE = "posterior.safetensors"
 MEAN_FILE = "model.safetensors"
 MEAN, REST = "mean", "rest"
 ALONE = ""  # the member of a file that holds one model
-
-__all__ = ["CheckpointError", "load", "save", "save_posterior"]
 
 
 def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
@@ -65,7 +63,7 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
     members = members_of(model)
     means = mean_tensors(*next(iter(members.values()))), {"format": "pt"}
     files = {POSTERIOR_FILE: contents(members), MEAN_FILE: means}
-    fileformat.write(Path(dir), files, by_one=_are_sharded(members))
+    _write(Path(dir), files, members)
 
 
 def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: bool = True) -> None:  # noqa: A002
@@ -79,11 +77,25 @@ def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: b
     """
     members = members_of(model)
     files = {POSTERIOR_FILE: contents(members, frozen=frozen)}
-    fileformat.write(Path(dir), files, by_one=_are_sharded(members))
+    _write(Path(dir), files, members)
 
 
-def _are_sharded(members: Mapping[str, tuple[nn.Module, Scope]]) -> bool:
-    return any(p.layout is not None for _, scope in members.values() for p in scope.posteriors)
+def _write(
+    folder: Path, files: Mapping[str, fileformat.Content], members: Mapping[str, tuple[nn.Module, Scope]]
+) -> None:
+    """Write files; of sharded models rank 0 does, and all processes raise if it fails."""
+    sharded = any(p.layout is not None for _, scope in members.values() for p in scope.posteriors)
+    failure: Exception | None = None
+    if not sharded or torch.distributed.get_rank() == 0:
+        try:
+            fileformat.write(folder, files)
+        except Exception as error:  # the other processes must not wait for ever
+            failure = error
+    reason = ranks.gathered(failure and repr(failure))[0] if sharded else None
+    if failure is not None:
+        raise failure
+    if reason is not None:
+        raise CheckpointError(f"rank 0 could not write to {folder} ({reason}); see its own error")
 
 
 def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
@@ -113,12 +125,10 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
         apart = _different(model, list(files.values()))
         present = [model, *(shared_copy(model, apart=apart) for _ in range(len(files) - 1))]
     if len(present) != len(files):
-        raise CheckpointError(
-            f"{path} holds {_models(len(files))}, this is {_models(len(present))}; load into a plain model"
-        )
-    ready = [_checked(path, file, member) for file, member in zip(files.values(), present, strict=True)]
-    for one in ready:
-        one.take_over()
+        there, here = ("one model" if len(n) == 1 else f"a mixture of {len(n)}" for n in (files, present))
+        raise CheckpointError(f"{path} holds {there}, this is {here}; load into a plain model")
+    for take_over in [_prepared(path, file, member) for file, member in zip(files.values(), present, strict=True)]:
+        take_over()
     if mixture is None and len(files) > 1:
         return Mixture(present)  # type: ignore[return-value]
     return model
@@ -132,60 +142,41 @@ def _different(model: nn.Module, files: "list[File]") -> set[int]:
     return {id(t) for name, t in plain_tensors(model) if name not in common or name in bayesian}
 
 
-def _models(count: int) -> str:
-    return "one model" if count == 1 else f"a mixture of {count}"
-
-
-class Ready(NamedTuple):
-    """A model and what a file holds for it, checked: nothing can go wrong any more.
-
-    Attributes:
-        file: What is loaded.
-        root: Into which model.
-        built: The file's posteriors by name.
-        rest: The model's tensors that are not Bayesian.
-        scope: The scope of a bayesified model; None where the model is plain.
-    """
-
-    file: "File"
-    root: nn.Module
-    built: dict[str, Posterior]
-    rest: dict[str, Tensor]
-    scope: Scope | None
-
-    def take_over(self) -> None:
-        """Change the model; a plain one is wrapped."""
-        file, scope = self.file, self.scope
-        if scope is None:
-            found = {c.name: c for c in candidates(self.root) if c.name in file.priors}
-            scope = wrap(self.root, file.method, [(found[n], self.built[n]) for n in file.priors])
-        else:
-            for posterior in scope.posteriors:
-                posterior.configure_like(self.built[posterior.name])
-            scope.method = file.method
-        with torch.no_grad():
-            for posterior in scope.posteriors:
-                copy_whole(posterior.original, file.tensors[MEAN, posterior.name])
-                posterior.load_state(file.state(posterior.name))
-            for name, tensor in self.rest.items():
-                copy_whole(tensor, file.tensors[REST, name])
-
-
-def _checked(path: Path, file: "File", model: nn.Module) -> Ready:
-    """See that a file's member fits a model, plain or bayesified."""
-    if not any(isinstance(m, Posterior) for m in model.modules()):
+def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
+    """Check that a file's member fits a model, plain or bayesified; return what loads it, which cannot fail."""
+    scope: Scope | None = None
+    if any(isinstance(m, Posterior) for m in model.modules()):
+        root, scope = root_of(model)
+        if scope.method.name != file.method.name:
+            raise CheckpointError(
+                f"{path} holds a posterior of method {file.method.name!r}, the model is bayesified with "
+                f"{scope.method.name!r}; load into a plain model, or unbayesify(model) first"
+            )
+        params: dict[str, Tensor] = {p.name: p.original for p in scope.posteriors}
+    else:
         check_wrappable(model)
-        params: dict[str, Tensor] = {c.name: c.param for c in candidates(model) if c.name in file.priors}
+        root, params = model, {c.name: c.param for c in candidates(model) if c.name in file.priors}
         if cut := [name for name, param in params.items() if is_sharded(param)]:
             raise CheckpointError(f"{cut[0]!r} is sharded over devices; load first, then fully_shard")
-        return Ready(file, model, *fitting(path, file, model, params), None)
-    root, scope = root_of(model)
-    if scope.method.name != file.method.name:
-        raise CheckpointError(
-            f"{path} holds a posterior of method {file.method.name!r}, the model is bayesified with "
-            f"{scope.method.name!r}; load into a plain model, or unbayesify(model) first"
-        )
-    return Ready(file, root, *fitting(path, file, root, {p.name: p.original for p in scope.posteriors}), scope)
+    built, rest = _fitting(path, file, root, params)
+
+    def take_over() -> None:
+        into = scope
+        if into is None:
+            found = {c.name: c for c in candidates(root) if c.name in file.priors}
+            into = wrap(root, file.method, [(found[n], built[n]) for n in file.priors])
+        else:
+            for posterior in into.posteriors:
+                posterior.configure_like(built[posterior.name])
+            into.method = file.method
+        with torch.no_grad():
+            for posterior in into.posteriors:
+                copy_whole(posterior.original, file.tensors[MEAN, posterior.name])
+                posterior.load_state(file.state(posterior.name))
+            for name, tensor in rest.items():
+                copy_whole(tensor, file.tensors[REST, name])
+
+    return take_over
 
 
 class File(NamedTuple):
@@ -290,7 +281,7 @@ def contents(
                 else:
                     shared[key] = owner
         models[member] = {**described(scope), "partial": not frozen, "shared": shared}
-    return tensors, {"format": FORMAT, "version": str(VERSION), "models": json.dumps(models)}
+    return tensors, {"format": FORMAT, "models": json.dumps(models)}
 
 
 def described(scope: Scope) -> dict[str, Any]:
@@ -308,9 +299,13 @@ def read(path: Path) -> dict[str, File]:
     Raises:
         CheckpointError: It is missing, damaged, of another kind or newer than this version of bayesify.
     """
+
+    def no_number(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no number")
+
     tensors, about = fileformat.read(path)
     try:
-        models = json.loads(about["models"], parse_constant=_no_number)
+        models = json.loads(about["models"], parse_constant=no_number)
         parts: dict[str, dict[tuple[str, str], Tensor]] = {member: {} for member in models}
         for key, tensor in tensors.items():
             where, _, name = key.partition(":")
@@ -350,17 +345,12 @@ def _check_prior(name: str, about: dict[str, Any]) -> None:
         raise ValueError(f"prior_sig of {name!r} is {sig!r}")
     if not (row is None or (isinstance(row, int) and not isinstance(row, bool))):
         raise ValueError(f"fixed_row of {name!r} is {row!r}")
-    if not isinstance(about["is_bias"], bool):
-        raise ValueError(f"is_bias of {name!r} is {about['is_bias']!r}")
-    if not isinstance(about["results"], dict):
-        raise ValueError(f"results of {name!r} are {about['results']!r}")
+    for field, kind in (("is_bias", bool), ("results", dict)):
+        if not isinstance(about[field], kind):
+            raise ValueError(f"{field} of {name!r} is {about[field]!r}")
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
-def fitting(
+def _fitting(
     path: Path, file: File, root: nn.Module, params: dict[str, Tensor]
 ) -> tuple[dict[str, Posterior], dict[str, Tensor]]:
     """Check that a file fits a model, name by name.
@@ -373,11 +363,11 @@ def fitting(
     """
     bayesian = {id(t) for t in params.values()}
     rest = {name: t for name, t in plain_tensors(root) if id(t) not in bayesian}
-    fileformat.check_names(path, "Bayesian parameters", set(file.priors), set(params))
+    _check_names(path, "Bayesian parameters", set(file.priors), set(params))
     saved_rest = {n for kind, n in file.tensors if kind == REST}
     if file.partial:
         rest = {name: t for name, t in rest.items() if name in saved_rest}
-    fileformat.check_names(path, "other tensors", saved_rest, set(rest))
+    _check_names(path, "other tensors", saved_rest, set(rest))
     for kind, group in ((MEAN, params), (REST, rest)):
         for name, tensor in group.items():
             saved = file.tensors.get((kind, name))
@@ -396,3 +386,14 @@ def fitting(
         except (ValueError, TypeError) as error:
             raise damaged(path, f"{name!r}: {error}") from error
     return built, rest
+
+
+def _check_names(path: Path, what: str, saved: set[str], present: set[str]) -> None:
+    """Raise if the names in the file and in the model differ."""
+    if saved != present:
+        only = {"the file": sorted(saved - present)[:3], "the model": sorted(present - saved)[:3]}
+        raise CheckpointError(
+            f"{path} does not fit the model: {what} differ, "
+            + ", ".join(f"only in {place}: {names}" for place, names in only.items() if names)
+            + "; build the model as it was when it was saved"
+        )

@@ -40,6 +40,9 @@ class Method:
     """Whether the method is told of every optimizer step that moves its parameters, by `after_step`; `rate_factor` may
     then choose its learning rate."""
 
+    fitted: ClassVar[tuple[str, ...]] = ()
+    """The options that a fit finds: a state dict holds them, and whoever loads it takes them over."""
+
     bias: str
     nst: int = 5
     same_draw: bool = False

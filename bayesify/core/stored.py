@@ -9,6 +9,7 @@ buffers of the weights' size to every process at every forward.
 
 import json
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -155,7 +156,9 @@ class Stored(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return settings and results for a state dict, whose values are tensors: libraries clone and save them."""
-        return encoded({"settings": self.described(), "results": self.found()})
+        method = getattr(self.reader, "method", None)
+        options = {name: getattr(method, name) for name in getattr(method, "fitted", ())}
+        return encoded({"settings": self.described(), "results": self.found(), "options": options})
 
     def set_extra_state(self, state: Any) -> None:
         """Take over the results of a state dict, if its settings are the posterior's own.
@@ -163,8 +166,11 @@ class Stored(nn.Module):
         Raises:
             StateDictError: They are not.
         """
-        for name, value in self.checked_extra_state(state)["results"].items():
+        about = self.checked_extra_state(state)
+        for name, value in about["results"].items():
             setattr(self, name, value)
+        if about["options"]:
+            self.reader.method = replace(self.reader.method, **about["options"])
 
     def checked_extra_state(self, state: Any) -> dict[str, Any]:
         """Return what `get_extra_state` put into a state dict, if its settings are the posterior's own."""
@@ -177,11 +183,17 @@ class Stored(nn.Module):
                 "settings before load_state_dict, or keep models with bayesify.save and load, which restore settings"
             )
         results = {name: value for name, value in about["results"].items() if name in self.taken_over()}
+        method: Any = getattr(self.reader, "method", None)
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in about["options"].items()}
         try:
             self.check_results(results)
-        except ValueError as error:
+            if unknown := options.keys() - set(getattr(method, "fitted", ())):
+                raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
+            if options:
+                replace(method, **options)  # which checks the values
+        except (ValueError, TypeError) as error:
             raise StateDictError(f"the state dict's {self.name!r} is damaged: {error}; use another copy") from error
-        return {**about, "results": results}
+        return {**about, "results": results, "options": options}
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Say why torch.jit.script has to fail; torch asks here before it looks at hooks."""
@@ -239,7 +251,7 @@ def decoded(state: Any) -> dict[str, Any]:
     """
     try:
         about = json.loads(bytes(state.cpu().tolist()))
-        return {part: dict(about[part]) for part in ("settings", "results")}
+        return {part: dict(about[part]) for part in ("settings", "results", "options")}
     except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise StateDictError(
             f"the state dict's {EXTRA} is not what a posterior wrote ({error!r}); it is damaged, or of another library"

@@ -40,6 +40,7 @@ class Laplace(Tempered):
     name: ClassVar[str] = "la"
     tempers: ClassVar[str] = "Ninflate"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
+    fitted: ClassVar[tuple[str, ...]] = ("noise_var",)
 
     Ninflate: float | None = None
     damping: float = 0.0
