@@ -1,5 +1,6 @@
 """Read what people call a batch: tensors, tuples, dicts, Hugging Face encodings and outputs."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -93,15 +94,18 @@ def logits_of(output: Any) -> Tensor:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch to a device."""
+    """Copy a nested batch to a device: a model may write to its inputs, and the next sample needs them as they were."""
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch.detach().to(device, copy=True)
     if isinstance(batch, Mapping):
         return {k: to_device(v, device) for k, v in batch.items()}
     if isinstance(batch, (tuple, list)):
         moved = [to_device(v, device) for v in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch
+    try:
+        return copy.deepcopy(batch)
+    except (TypeError, RuntimeError):  # a handle, a lock: nothing that a model writes to
+        return batch
 
 
 def device_of(model: nn.Module) -> torch.device:

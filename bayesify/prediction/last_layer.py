@@ -11,6 +11,7 @@ from bayesify.core.draws import MEAN, Mode
 from bayesify.core.modes import override
 from bayesify.core.reading import Scope
 from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device
+from bayesify.prediction.targets import LabelPlaces
 
 
 class NotLastError(Exception):
@@ -35,13 +36,15 @@ def passed(
     Raises:
         NotLastError: The layer is used otherwise than once, for the model's outputs.
     """
-    device = device_of(model)
+    device, places = device_of(model), LabelPlaces(model)
     for batch in batches:
         inputs, target = split_batch(batch)
         with override(scopes, mode), watching({"": head}) as calls:
             output = logits_of(call_model(model, to_device(inputs, device), to_device(target, device)))
         if len(calls) != 1 or not same_output(calls[0].output, output):
             raise NotLastError
+        with override(scopes, mode):
+            target = places(batch, output)
         yield Passed(calls[0].inputs, output, target)
 
 

@@ -32,6 +32,7 @@ from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
 from bayesify.prediction.statistics import own_statistics, warn_where_stale
+from bayesify.prediction.targets import LabelPlaces
 
 THETAS = 1 << 30  # bytes
 MOST = 5  # samples of a mixture's member, where nobody says how many
@@ -100,8 +101,9 @@ def predict(
     Args:
         model: A bayesified model, or a module that contains one. A plain model will do: its posterior is a point.
         data: One batch (a tensor, a dict, an HF BatchEncoding) or an iterable of batches, in which a tuple or list is
-            (inputs,) or (inputs, labels), and a dict may hold "labels". Outputs are compared with labels place by
-            place: shift those of a causal language model, whose outputs are about the next token. Where processes
+            (inputs,) or (inputs, labels), and a dict may hold "labels". Labels of a dict are compared with the outputs
+            as in the model's own loss: a causal language model of Hugging Face's shifts them, so that each output is
+            about the next token; labels of (inputs, labels) are compared place by place. Where processes
             read parts of it by a DistributedSampler (or Accelerate, in order), each gets the prediction of the whole,
             in the data set's order; all of them have to call.
         samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
@@ -200,7 +202,7 @@ class Run(NamedTuple):
         model, tally = self.model, TALLIES[self.task](keep=self.keep)
         modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=member.number) for s in seeds] or [MEAN]
         labels: dict[int, Any] = {}
-        device = device_of(model)
+        device, places = device_of(model), LabelPlaces(model)
         # Statistics hold for one sample: it sees all the data before the next one comes.
         groups = [modes] if self.update_bn is None else [[mode] for mode in modes]
         several = len(groups[0]) > 1 and _thetas_fit(model, len(modes))
@@ -213,9 +215,10 @@ class Run(NamedTuple):
                 with self.statistics(together[0]):
                     for sample, batch_index, batch, mode in _turns(batches, together, memory):
                         inputs, target = split_batch(batch)
-                        labels[batch_index] = target
                         with override(self.scopes, mode):
                             output = call_model(model, to_device(inputs, device), to_device(target, device))
+                            if batch_index not in labels:
+                                labels[batch_index] = places(batch, output)
                         tally.add(first + sample, batch_index, logits_of(output))
                         bar.update()
         if not labels:

@@ -1,13 +1,68 @@
 """What targets must look like for each likelihood; nothing is broadcast or repaired."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bayesify.prediction.batches import LABELS, logits_of, split_batch, to_device
 
 IGNORED = -100
 """The label of what does not count, as in cross_entropy."""
+
+
+class LabelPlaces:
+    """Put the labels of a run where the model's own loss compares them with its outputs.
+
+    Causal language models of Hugging Face take labels equal to the input_ids and compare logits[:, :-1] with
+    labels[:, 1:]. Whether a model does so is found by asking it once for its loss: on the first batch, in whatever
+    mode the caller has put the model. Only the labels of mappings are moved; those of (inputs, labels) stay.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.next: bool | None = None
+        """Whether an output is about the next label; None until a batch has told."""
+
+    def __call__(self, batch: Any, output: Any) -> Any:
+        """Return a batch's labels: of shape (N, T) at the places that its output (N, T, K) is about, else as they are.
+
+        Args:
+            batch: The batch as it was read.
+            output: What the model returned for it.
+        """
+        inputs, labels = split_batch(batch)
+        if self.next is False or not isinstance(batch, Mapping) or not isinstance(labels, Tensor):
+            return labels
+        logits = logits_of(output)
+        if labels.is_floating_point() or labels.dim() != 2 or logits.shape[:-1] != labels.shape or labels.shape[1] < 2:
+            return labels
+        moved = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if self.next is None:
+            self.next = self._asked(inputs, labels, moved, logits)
+        return moved if self.next else labels
+
+    def _asked(self, inputs: Mapping[str, Any], labels: Tensor, moved: Tensor, logits: Tensor) -> bool | None:
+        """Return whether the model's own loss is nearer to that of the moved labels; None where none counts."""
+        try:
+            own = self.model(**to_device({**inputs, LABELS: labels}, logits.device))
+        except TypeError:  # it takes no labels
+            return False
+        loss = own.get("loss") if isinstance(own, Mapping) else getattr(own, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return False
+        flat = logits.detach().flatten(0, 1).float()
+        here, there = (
+            F.cross_entropy(flat, y.flatten().to(flat.device), ignore_index=IGNORED) for y in (labels, moved)
+        )
+        found = (there - loss).abs() < (here - loss).abs()
+        return bool(found) if bool(torch.isfinite(here - there + loss)) else None
 
 
 def same_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

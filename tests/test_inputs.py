@@ -1,0 +1,97 @@
+"""What a prediction reads: inputs that a model writes to, labels that its own loss shifts, data that varies."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesify import active, bayesify, predict
+from bayesify.prediction.targets import IGNORED
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Writes(nn.Module):
+    """Scales its inputs in place, and what else it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.seen.append(1)
+            x.add_(len(cache.seen) - 1)
+        return self.head(x.mul_(2))
+
+
+class Language(nn.Module):
+    """A tiny language model: logits about the next token or about the same one, and a loss that says which."""
+
+    def __init__(self, shifts):
+        super().__init__()
+        self.shifts = shifts
+        self.embed, self.head = nn.Embedding(7, 8), nn.Linear(8, 7)
+
+    def forward(self, input_ids, labels=None):
+        logits, loss = self.head(self.embed(input_ids)), None
+        if labels is not None:
+            some, truth = (logits[:, :-1], labels[:, 1:]) if self.shifts else (logits, labels)
+            loss = F.cross_entropy(some.flatten(0, 1), truth.flatten(), ignore_index=IGNORED)
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def wide(model):
+    torch.manual_seed(0)
+    return bayesify(model, "vi", prior_sig=1.0, init_sig=0.5)
+
+
+@pytest.mark.parametrize("data", [X, [X], [X[:2], X[2:]], [{"x": X}], ((x,) for x in (X[:2], X[2:]))])
+def test_every_sample_sees_the_inputs_as_they_were(data):
+    kept, model = X.clone(), wide(Writes())
+    found = predict(model, data, samples=5, seed=3)
+    expected = predict(model.head, [2 * kept], samples=5, seed=3)
+    assert torch.equal(X, kept)
+    torch.testing.assert_close(found.logits, expected.logits)
+
+
+def test_objects_in_a_batch_are_copied_too():
+    model, cache = wide(Writes()), SimpleNamespace(seen=[])
+    found = predict(model, {"x": X, "cache": cache}, samples=3, seed=0)
+    assert not cache.seen
+    torch.testing.assert_close(found.logits, predict(model, X, samples=3, seed=0).logits)
+
+
+def test_features_leave_the_data_alone():
+    kept = X.clone()
+    active.features(wide(Writes()), [X])
+    assert torch.equal(X, kept)
+
+
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("samples", [0, 3])
+def test_labels_stand_where_the_models_own_loss_puts_them(shifts, samples):
+    model = wide(Language(shifts))
+    ids = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(torch.rand(5, 6, generator=torch.Generator().manual_seed(2)) < 0.3, IGNORED)
+    found = predict(model, {"input_ids": ids, "labels": labels}, samples=samples, seed=0)
+    p = found.probs[:, :-1].flatten(0, 1) if shifts else found.probs.flatten(0, 1)
+    truth = (labels[:, 1:] if shifts else labels).flatten()
+    exact = F.nll_loss(p.log(), truth, ignore_index=IGNORED)
+    assert found.scores["nll"] == pytest.approx(float(exact), rel=1e-12)
+    assert found.labels.shape == labels.shape
+
+
+def test_a_batch_without_labels_that_count_does_not_settle_the_places():
+    model, ids = wide(Language(True)), torch.arange(6).view(1, 6)
+    batches = [{"input_ids": ids, "labels": torch.full_like(ids, IGNORED)}, {"input_ids": ids, "labels": ids}]
+    found = predict(model, batches, samples=0)
+    assert found.labels[1].tolist() == [1, 2, 3, 4, 5, IGNORED]
+
+
+def test_labels_beside_the_inputs_stay_in_their_places():
+    model, ids = wide(Language(True)), torch.arange(6).view(1, 6)
+    for data in ([(ids, ids)], [({"input_ids": ids}, ids)]):
+        assert torch.equal(predict(model, data, samples=0).labels, ids)
