@@ -7,7 +7,7 @@ from bayesify.core.groups import param_groups
 from bayesify.core.mixing import components, mix
 from bayesify.core.penalty import penalty
 from bayesify.core.summary import summary
-from bayesify.core.wrap import bayesify, mean, named_posteriors, sample, samples, unbayesify
+from bayesify.core.wrap import bayesify, mean, named_posteriors, prior, sample, samples, unbayesify
 from bayesify.integrations import eval_caches, folders
 from bayesify.methods.ivon.optimizer import IVON
 from bayesify.methods.laplace.fit import fit_laplace
@@ -40,6 +40,7 @@ __all__ = [
     "penalty",
     "plots",
     "predict",
+    "prior",
     "sample",
     "samples",
     "save",

@@ -3,12 +3,12 @@
 `posterior.safetensors` holds everything and is all that `load` reads; it is replaced by one atomic rename, so that a
 crash leaves the old one. `model.safetensors` is a copy of the mean for people without bayesify.
 
-The format: a tensor's key is "kind:name", where the kind is "mean", "rest" or an attribute of the posterior of the
-parameter of that name, and the name is the plain model's. The metadata describes method and posteriors. A file can
-hold several members, whose keys are "member/kind:name"; the member of a file of one is the empty string. What members
-share in memory is written once, and the metadata of the others names the member that has it. Methods bring options and
-tensors of their own without another version: options are those of the method's dataclass, and a posterior checks its
-own tensors (`check_state`).
+The format: a tensor's key is "kind:name", where the kind is "mean", "rest", "start" (a buffer as it was at `bayesify`,
+if it has changed) or an attribute of the posterior of the parameter of that name; names are the plain model's. The
+metadata describes method and posteriors. A file can hold several members, whose keys are "member/kind:name"; the member
+of a file of one is the empty string. What members share in memory is written once, and the metadata of the others names
+the member that has it. Methods bring options and tensors of their own without another version: options are those of the
+method's dataclass, and a posterior checks its own tensors (`check_state`).
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.core import fileformat, ranks
+from bayesify.core import fileformat, ranks, start
 from bayesify.core.distributed import copy_whole, follow, is_sharded, rest, whole
 from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
 from bayesify.core.lost import replaced
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 
 POSTERIOR_FILE = "posterior.safetensors"
 MEAN_FILE = "model.safetensors"
-MEAN, REST = "mean", "rest"
+MEAN, REST, START = "mean", "rest", "start"
 ALONE = ""  # the member of a file that holds one model
 
 
@@ -175,6 +175,7 @@ def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
                 posterior.load_state(file.state(posterior.name))
             for name, tensor in rest.items():
                 copy_whole(tensor, file.tensors[REST, name])
+            start.keep(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
 
     return take_over
 
@@ -189,7 +190,7 @@ class File(NamedTuple):
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one posterior beside its mean, by attribute."""
-        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in (MEAN, REST)}
+        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in (MEAN, REST, START)}
 
     def posterior(self, name: str, param: Tensor) -> Posterior:
         """Build the posterior of one parameter, as it was when it was saved but for its tensors.
@@ -226,6 +227,7 @@ def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
     scope: Any = roots[0]._bayesify_scope
     rest(model)
     follow(scope.posteriors)
+    scope.buffers.put(roots[0], start=False)
     if why := replaced(scope, roots[0].modules()):
         raise ValueError(why)
     return roots[0], scope
@@ -247,6 +249,11 @@ def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
     for posterior in scope.posteriors:
         out[f"{MEAN}:{posterior.name}"] = posterior.original
         out.update({f"{attribute}:{posterior.name}": t for attribute, t in posterior.state().items()})
+    now = dict(plain_tensors(root))
+    moved = {
+        name: tensor for name, tensor in start.kept(root).items() if not torch.equal(tensor.to(now[name]), now[name])
+    }
+    out.update({f"{START}:{name}": tensor for name, tensor in moved.items()})
     return {key: t if not is_sharded(t) else whole(t).requires_grad_(t.requires_grad) for key, t in out.items()}
 
 
@@ -274,7 +281,7 @@ def contents(
     for member, (root, scope) in members.items():
         shared: dict[str, str] = {}
         for key, tensor in posterior_tensors(root, scope).items():
-            if frozen or not key.startswith(f"{REST}:") or tensor.requires_grad:
+            if frozen or not key.startswith((f"{REST}:", f"{START}:")) or tensor.requires_grad:
                 owner = written.setdefault((key, tensor.data_ptr(), tensor.shape), member)
                 if owner == member or not tensor.numel():
                     tensors[f"{member}/{key}" if member else key] = tensor
@@ -333,7 +340,7 @@ def _member(path: Path, about: dict[str, Any], tensors: dict[tuple[str, str], Te
     for name, prior in about["priors"].items():
         _check_prior(name, prior)
     for kind, name in tensors:
-        if kind != REST and name not in about["priors"]:
+        if kind not in (REST, START) and name not in about["priors"]:
             raise ValueError(f"{kind}:{name} belongs to no posterior")
     return File(method, about["priors"], tensors, about["partial"] is True)
 
@@ -368,7 +375,10 @@ def _fitting(
     if file.partial:
         rest = {name: t for name, t in rest.items() if name in saved_rest}
     _check_names(path, "other tensors", saved_rest, set(rest))
-    for kind, group in ((MEAN, params), (REST, rest)):
+    buffers = {n: rest[n] for kind, n in file.tensors if kind == START and n in rest}
+    if unknown := {n for kind, n in file.tensors if kind == START} - buffers.keys():
+        raise damaged(path, f"{min(unknown)!r} is no buffer")
+    for kind, group in ((MEAN, params), (REST, rest), (START, buffers)):
         for name, tensor in group.items():
             saved = file.tensors.get((kind, name))
             if saved is None or saved.is_floating_point() != tensor.is_floating_point():

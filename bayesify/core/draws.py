@@ -102,7 +102,7 @@ NOWHERE = Traced("", {})
 
 
 class Mode(NamedTuple):
-    """What a block or a forward reads: a draw, the mean, or (both unset) what train() and eval() say.
+    """What a block or a forward reads: a draw, the mean, the prior mean, or (none set) what train() and eval() say.
 
     `member` is the number of the component that a mixture runs, modulo how many it has.
     """
@@ -110,10 +110,12 @@ class Mode(NamedTuple):
     draw: Draw | None = None
     mean: bool = False
     member: int = 0
+    prior: bool = False
 
 
 BY_TRAINING_FLAG = Mode()
 MEAN = Mode(mean=True)
+PRIOR = Mode(prior=True)
 
 
 def one_draw(seed: int) -> Mode:

@@ -53,6 +53,8 @@ def override(scopes: Iterable["Scope"], mode: Mode) -> Iterator[None]:
     _INSIDE.set((*_INSIDE.get(), *blocks))
     with _LOCK:
         _OPEN.extend(blocks)
+    for block in blocks:
+        block.scope.buffers.put(block.scope.root, start=mode.prior)
     try:
         yield
     finally:
@@ -62,6 +64,9 @@ def override(scopes: Iterable["Scope"], mode: Mode) -> Iterator[None]:
                 _OPEN.remove(block)
         # By what is open, and not by a token: a generator may be closed in another context than it was started in.
         _INSIDE.set(tuple(b for b in _INSIDE.get() if b.open))
+        for block in blocks:
+            outer = own_block(block.scope)
+            block.scope.buffers.put(block.scope.root, start=outer is not None and outer.mode.prior)
 
 
 class TracedBlock:

@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 
 from bayesify.core import caches, lost, steps
 from bayesify.core.compile import enroll, graph, training_seed_of
-from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself
-from bayesify.core.draws import BY_TRAINING_FLAG, MEAN, Draw, Mode, Traced
+from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself, whole
+from bayesify.core.draws import BY_TRAINING_FLAG, MEAN, PRIOR, Draw, Mode, Traced
 from bayesify.core.frames import Frame, Now, Thread
 from bayesify.core.method import Method
 from bayesify.core.modes import block_of, own_block
@@ -31,6 +31,7 @@ from bayesify.core.recompute import Past, Record, node_count
 from bayesify.core.remade import Remaking
 from bayesify.core.replicas import agree
 from bayesify.core.seeds import shared_seed, training_seed
+from bayesify.core.start import Buffers
 from bayesify.engine.fusion import transformed
 
 
@@ -67,6 +68,7 @@ class Scope:
         self.told: set[str] = set()
         self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         self.tree: lost.Tree | None = None
+        self.buffers = Buffers()
         self._forget()
 
     def _forget(self) -> None:
@@ -89,6 +91,7 @@ class Scope:
         copied.steps, copied.warned = self.steps, self.warned
         copied.told, copied.scores = set(self.told), dict(self.scores)
         copied.tree = None
+        copied.buffers = copy.deepcopy(self.buffers, memo)
         copied._forget()
         steps.watch(copied)
         return copied
@@ -155,7 +158,7 @@ class Scope:
         """Choose the mode of an outermost forward, as `_begin` does."""
         block = own_block(self)
         mode = self.now.mode or (BY_TRAINING_FLAG if block is None else block.mode)
-        if mode.draw is None and not mode.mean and self._sampled_under(module):
+        if mode is BY_TRAINING_FLAG and self._sampled_under(module):
             whole = module is self.root
             mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
         frame = Frame(mode, None, 0, recomputes=False)
@@ -197,6 +200,7 @@ class Scope:
             mode = self._recall(module, node, mode, fresh=bool(sampled))
         elif mode is BY_TRAINING_FLAG and sampled:
             mode = Mode(draw=self._training_draw())
+        self.buffers.put(self.root, start=mode.prior)
         return Frame(mode, caller, start, recomputes=node is not None)
 
     def _training_draw(self) -> Draw:
@@ -222,6 +226,7 @@ class Scope:
                 pinned=draw is not None and draw.pinned,
                 fresh=draw is not None and draw.fresh,
                 mean=frame.mode.mean,
+                prior=frame.mode.prior,
             )
         )
 
@@ -254,7 +259,7 @@ class Scope:
         if record is not None and not record.is_drawn_again(module):
             if record.seed is not None:
                 return Mode(draw=Draw(record.seed, pinned=record.pinned))
-            return MEAN if record.mean else BY_TRAINING_FLAG
+            return PRIOR if record.prior else MEAN if record.mean else BY_TRAINING_FLAG
         state = torch.get_rng_state()
         seed = self._seed()
         if seed in self._past.seeds:
@@ -290,6 +295,8 @@ class Scope:
     def _theta(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read in a forward sees."""
         mode, draw = frame.mode, frame.mode.draw
+        if mode.prior:
+            return whole(posterior.prior_center).to(original.dtype).expand(posterior.shape).contiguous()
         trains = not mode.mean and (draw is None or not draw.pinned) and self.trains(posterior)
         if draw is None or not posterior.random or not (draw.pinned or (trains and posterior.stochastic)):
             if trains:

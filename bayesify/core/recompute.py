@@ -35,6 +35,7 @@ class Record(NamedTuple):
         pinned: Whether that draw came from a `sample` block.
         fresh: Whether the forward took the seed from the global generator itself.
         mean: Whether it read the mean because a `mean` block said so.
+        prior: Whether it read the prior mean.
     """
 
     start: int
@@ -44,6 +45,7 @@ class Record(NamedTuple):
     pinned: bool
     fresh: bool
     mean: bool
+    prior: bool
 
     @property
     def hidden(self) -> bool:
@@ -51,9 +53,9 @@ class Record(NamedTuple):
         return self.start == self.end
 
     @property
-    def reads(self) -> tuple[int | None, bool, bool, bool]:
+    def reads(self) -> tuple[Any, ...]:
         """What the forward read: forwards that agree in this need not be told apart."""
-        return self.seed, self.pinned, self.fresh, self.mean
+        return self.seed, self.pinned, self.fresh, self.mean, self.prior
 
     def is_drawn_again(self, module: nn.Module | None) -> bool:
         """Tell whether the recomputation by `module` runs the whole forward, so that it takes its seed once more."""

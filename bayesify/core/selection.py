@@ -179,7 +179,7 @@ def priors(every: list[Candidate], prior_mean: Any, prior_sig: Any) -> dict[int,
 
 def _by_pattern(every: list[Candidate], value: Any, argument: str, *, default: Any) -> dict[int, Any]:
     """Spread a value, or a mapping from patterns to values, over the candidates; the first match wins."""
-    if not isinstance(value, Mapping) or _is_state_dict(value):
+    if not isinstance(value, Mapping) or is_state_dict(value):
         return {id(c): value for c in every}
     for pattern in value:
         if not any(matches(pattern, c.names, argument) for c in every):
@@ -189,7 +189,8 @@ def _by_pattern(every: list[Candidate], value: Any, argument: str, *, default: A
     }
 
 
-def _is_state_dict(value: Any) -> bool:
+def is_state_dict(value: Any) -> bool:
+    """Return whether this maps names to tensors."""
     return isinstance(value, Mapping) and bool(value) and all(isinstance(v, Tensor) for v in value.values())
 
 
@@ -219,7 +220,7 @@ def _mean(candidate: Candidate, value: Any) -> Tensor:
         mean = value.detach().to(param).clone()
     elif isinstance(value, nn.Module):
         mean = _from_names(candidate, dict(value.named_parameters(remove_duplicate=False)), type(value).__name__)
-    elif _is_state_dict(value):
+    elif is_state_dict(value):
         mean = _from_names(candidate, value, "the state dict")
     else:
         raise TypeError(
@@ -235,6 +236,19 @@ def _mean(candidate: Candidate, value: Any) -> Tensor:
     if not (math.isfinite(mean.sum()) or mean.isfinite().all()):
         raise ValueError(f"prior mean of {candidate.name!r} is not finite; check the weights that it comes from")
     return mean
+
+
+def prior_buffers(names: Iterable[str], prior_mean: Any) -> dict[str, Tensor]:
+    """Return the buffers that come with the prior mean: those of the module or state dict that it is taken from."""
+    found = {}
+    for name in names:
+        value = prior_mean
+        if isinstance(value, Mapping) and not is_state_dict(value):
+            value = next((v for pattern, v in value.items() if matches(pattern, [name], "prior_mean")), None)
+        source = dict(value.named_buffers()) if isinstance(value, nn.Module) else value if is_state_dict(value) else {}
+        if name in source:
+            found[name] = source[name]
+    return found
 
 
 def _from_names(candidate: Candidate, values: Mapping[str, Tensor], source: str) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from bayesify.core import start
 from bayesify.core.stored import check_state_dict
 
+LOADING = (check_state_dict, start.load_start)
 extensions: list[Any] = []
 """Modules with `put_on(model)` and `take_off(model)`, which fit a bayesified model to another library."""
 
@@ -17,16 +19,22 @@ def put_on(model: nn.Module) -> None:
     """Let a bayesified model refuse the state dicts that are not its own, and write folders that others can read."""
     for extension in extensions:
         extension.put_on(model)
-    model.register_load_state_dict_pre_hook(check_state_dict)  # type: ignore[no-untyped-call]
+    for hook in LOADING:
+        model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(start.restore)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(start.save_start)  # type: ignore[no-untyped-call]
 
 
 def take_off(model: nn.Module) -> None:
     """Undo `put_on`."""
     for extension in extensions:
         extension.take_off(model)
-    hooks: dict[int, Any] = model._load_state_dict_pre_hooks
-    for key in [k for k, hook in hooks.items() if getattr(hook, "hook", None) is check_state_dict]:
-        del hooks[key]
+    ours = (*LOADING, start.restore, start.save_start)
+    places: Any = (model._load_state_dict_pre_hooks, model._state_dict_pre_hooks, model._state_dict_hooks)
+    for hooks in places:
+        for key in [k for k, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
+            del hooks[key]
+    start.drop(model)
 
 
 def share_class(module: nn.Module, names: frozenset[str]) -> None:

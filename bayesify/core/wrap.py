@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bayesify.core import caches, lost, steps, surface
+from bayesify.core import caches, lost, start, steps, surface
 from bayesify.core.distributed import follow, is_sharded
-from bayesify.core.draws import MEAN, Draw, Mode, one_draw
+from bayesify.core.draws import MEAN, PRIOR, Draw, Mode, one_draw
 from bayesify.core.hooks import put_hooks
 from bayesify.core.method import Method, resolve
 from bayesify.core.mixture import Mixture, mixture_in
@@ -24,7 +24,7 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope, Site
 from bayesify.core.reuse import reusing
 from bayesify.core.seeds import draw_seeds, is_whole
-from bayesify.core.selection import Candidate, Patterns, candidates, priors, select
+from bayesify.core.selection import Candidate, Patterns, candidates, prior_buffers, priors, select
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -84,7 +84,10 @@ def bayesify(
         weights=sum(c.param.numel() for c in every if not c.skipped),
     )
     posteriors = [(c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped]
+    buffers = prior_buffers([path for path, _, _ in start.lasting(model)], prior_mean)
+    start.check(model, buffers)
     wrap(model, chosen, posteriors)
+    start.keep(model, buffers)
     return model
 
 
@@ -169,6 +172,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
         surface.share_class(module, frozenset(own))
     model._bayesify_scope = scope  # type: ignore[assignment]
     surface.put_on(model)
+    start.keep(model)
     return scope
 
 
@@ -201,6 +205,7 @@ def unbayesify(model: M, to: str = "mean") -> M:
     scopes: list[Scope] = [m._bayesify_scope for m in roots]  # type: ignore[misc]
     for scope in scopes:
         _check_removable(scope)
+        scope.buffers.put(scope.root, start=False)
     mode = one_draw(draw_seeds(1, None)[0]) if to == "sample" else MEAN
     if isinstance(model, Mixture):
         return unbayesify(model.member(mode.member), to)  # type: ignore[return-value]
@@ -357,6 +362,30 @@ def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[
     if torch.compiler.is_compiling() and mixture_in(model) is None:
         return TracedBlock(scopes, seed=seed)
     return override(scopes, one_draw(draw_seeds(1, seed)[0]))
+
+
+def prior(model: nn.Module) -> AbstractContextManager[None]:
+    """Use the prior mean inside a `with` block, with the model's buffers as they were at `bayesify`.
+
+    By default this is the pretrained model: its weights are the prior mean, and its buffers (BatchNorm's running
+    statistics) are kept for this. Parameters that are not Bayesian are read as they are now. Of a mixture it is the
+    prior of the first member.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, prior
+        >>> model, x = torch.nn.Linear(3, 2), torch.ones(1, 3)
+        >>> pretrained = model(x)
+        >>> with torch.no_grad():
+        ...     _ = bayesify(model, "vanilla").parametrizations.weight.original.add_(1.0)
+        >>> with prior(model):
+        ...     torch.equal(model(x), pretrained)
+        True
+    """
+    return override(scopes_of(model), PRIOR)
 
 
 def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
