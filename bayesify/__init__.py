@@ -14,6 +14,7 @@ from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.methods.sgld.optimizer import SGLD
 from bayesify.prediction import active
 from bayesify.prediction.calibrate import calibrate
+from bayesify.prediction.deploy import deploy
 from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
@@ -28,6 +29,7 @@ __all__ = [
     "bayesify",
     "calibrate",
     "components",
+    "deploy",
     "diagnostics",
     "fit_laplace",
     "load",

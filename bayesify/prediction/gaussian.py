@@ -45,26 +45,34 @@ class GaussianLogits(NamedTuple):
             return self.q * (1 - 2 / classes) + self.q.sum(-1, keepdim=True) / classes**2
         return self.q @ (self.basis - self.basis.mean(0)).square().T
 
-    def log_probs(self) -> Tensor:
-        """Return log softmax((mu - mean mu)/sqrt(1 + pi s^2/8)), the probit approximation of the mean softmax.
+    def scaled(self) -> Tensor:
+        """Return (mu - mean mu)/sqrt(1 + pi s^2/8), whose softmax is the probit approximation of the mean softmax.
 
         s^2 is centred, and times 4 for two classes, which makes it the variance of their difference: there the
         approximation is that of the sigmoid.
         """
         s2 = self.centred_variance() * (4 if self.mean.shape[-1] == 2 else 1)
         centred = self.mean - self.mean.mean(-1, keepdim=True)
-        return F.log_softmax((centred / (1 + math.pi / 8 * s2).sqrt()).cpu().double(), -1)
+        return centred / (1 + math.pi / 8 * s2).sqrt()
 
-    def mutual_information(self) -> Tensor:
+    def log_probs(self) -> Tensor:
+        """Return log softmax of `scaled`, in float64 on the CPU."""
+        return F.log_softmax(self.scaled().cpu().double(), -1)
+
+    def mutual_information(self, points: Tensor | None = None) -> Tensor:
         """Return the entropy of the mean softmax minus the mean of the entropies, both over the same draws.
 
         The draws mu + Q (sqrt(q) * eps) use the same eps for every example: a few quasi-random ones, no seed.
+
+        Args:
+            points: The draws of eps, (points, K); None is `normal_points`.
         """
         # Classes before examples: a softmax over few classes is an order of magnitude faster there.
         size, mean = (t.movedim(-1, 0).flatten(1) for t in (self.q.sqrt(), self.mean))
         total, entropy = torch.zeros_like(size), torch.zeros_like(size[0])
-        normals = normal_points(len(size)).to(size)
-        for eps in torch.split(normals, max(1, AT_ONCE // max(1, size.numel()))):
+        normals = (normal_points(len(size)) if points is None else points).to(size)
+        at_once = max(1, AT_ONCE // max(1, size.numel())) if points is None else len(points)  # a graph is of any size
+        for eps in torch.split(normals, at_once):
             away = size * eps.unsqueeze(-1)
             away = away if self.basis is None else self.basis @ away
             log_p = F.log_softmax(mean + away, 1)
@@ -72,7 +80,33 @@ class GaussianLogits(NamedTuple):
             total, entropy = total + p.sum(0), entropy - _xlogx(p, log_p, 1).sum(0)
         average = total / len(normals)
         found = -_xlogx(average, average.log(), 0) - entropy / len(normals)
-        return found.clamp_min(0).view(self.q.shape[:-1]).cpu().double()
+        return found.clamp_min(0).view(self.q.shape[:-1])
+
+
+class Spread(NamedTuple):
+    """How a linear layer with Gaussian weights spreads its outputs: q = z^2 V + c with z = x R + r, in a basis Q.
+
+    Attributes:
+        right: R, the features' eigenbasis, (D, n); None is the identity.
+        shift: r, what the bias's constant input adds, (n,), or None.
+        variances: V, (n, K).
+        constant: c, the variance of the bias, (K,), or None.
+        basis: Q, the outputs' eigenbasis, (K, K); None is the identity.
+    """
+
+    right: Tensor | None
+    shift: Tensor | None
+    variances: Tensor
+    constant: Tensor | None
+    basis: Tensor | None
+
+    def logits(self, features: Tensor, mean: Tensor) -> GaussianLogits:
+        """Return the outputs' distribution for features (N, ..., D) and the outputs (N, ..., K) of the mean."""
+        z = features.to(self.variances.dtype)
+        z = z if self.right is None else z @ self.right
+        z = z if self.shift is None else z + self.shift
+        q = z.square() @ self.variances
+        return GaussianLogits(mean.to(q), q if self.constant is None else q + self.constant, self.basis)
 
 
 def _xlogx(p: Tensor, log_p: Tensor, classes: int) -> Tensor:

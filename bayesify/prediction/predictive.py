@@ -228,7 +228,8 @@ class ClassificationTally(ProbabilityTally):
         self._classes_last(output)
         log_probs = logits.log_probs()
         self.log_sums[batch] = log_probs
-        self.entropies[batch] = (entropy_of(log_probs) - logits.mutual_information()).clamp_min(0)
+        information = logits.mutual_information().cpu().double()
+        self.entropies[batch] = (entropy_of(log_probs) - information).clamp_min(0)
         if self.keep:
             self.logits[0, batch] = in_full(output)
 

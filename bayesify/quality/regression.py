@@ -7,6 +7,7 @@ with `mixture_` works element by element on float64 tensors of (S, ...), and a s
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -170,12 +171,13 @@ def mixture_cdf(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
     return each.mean(0)
 
 
-def mixture_quantile(mean: Tensor, std: Tensor, probability: float) -> Tensor:
+def mixture_quantile(mean: Tensor, std: Tensor, probability: float, bisections: int = _BISECTIONS) -> Tensor:
     """Return the q with F(q) = probability by bisection: it lies between the quantiles of the components."""
-    z = float(torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)))
-    each = mean + z * std
+    each = mean + NormalDist().inv_cdf(probability) * std
+    if len(each) == 1:
+        return each[0]
     low, high = each.amin(0), each.amax(0)
-    for _ in range(_BISECTIONS):
+    for _ in range(bisections):
         middle = (low + high) / 2
         below = mixture_cdf(mean, std, middle) < probability
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)

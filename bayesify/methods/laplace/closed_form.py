@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from bayesify.core.distributed import whole
-from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.gaussian import GaussianLogits, Spread
 
 if TYPE_CHECKING:
     from bayesify.core.reading import Scope
@@ -25,29 +25,30 @@ class LastLayer(NamedTuple):
     weight: "LaplacePosterior"
     bias: "LaplacePosterior | None"
 
+    def spread(self) -> Spread:
+        """Return how the layer spreads its outputs, whose covariance is Q_B diag(q) Q_B^T.
+
+        With z the features in A's eigenbasis (and the bias's constant input with them), q_nk = sum_i z_ni^2/(b_k a_i +
+        1/sigma^2 + damping). For a diagonal posterior q is sum_i x_ni^2 v_ki + v_k of the bias, and the basis the
+        identity. The factor of `calibrate` is in both.
+        """
+        kron = self.weight.kron
+        if kron is None:
+            constant = None if self.bias is None else whole(self.bias.std).square()
+            return Spread(None, None, whole(self.weight.std).square().T, constant, None)
+        own = None if self.bias is None else self.bias.kron
+        shift = None if own is None or own.right is None else own.right.squeeze(0)
+        variances = kron.variances(self.weight.ridge).T * self.weight.calibration**2
+        return Spread(kron.right, shift, variances, None, kron.left)
+
     def logits(self, features: Tensor, mean: Tensor) -> GaussianLogits:
         """Return the distribution of the layer's outputs.
-
-        With z the features in A's eigenbasis (and the bias's constant input with them), the outputs have the covariance
-        Q_B diag(q) Q_B^T with q_nk = sum_i z_ni^2/(b_k a_i + 1/sigma^2 + damping). For a diagonal posterior q is
-        sum_i x_ni^2 v_ki + v_k of the bias, and the basis the identity. The factor of `calibrate` is in both.
 
         Args:
             features: The layer's inputs, (N, ..., in).
             mean: Its outputs in mean mode, (N, ..., K).
         """
-        kron = self.weight.kron
-        if kron is None:
-            spread = whole(self.weight.std)
-            x = features.to(spread.dtype)
-            q = x.square() @ spread.square().T
-            return GaussianLogits(mean.to(q), q if self.bias is None else q + whole(self.bias.std).square(), None)
-        x = features.to(kron.left_values.dtype)
-        z = x if kron.right is None else x @ kron.right
-        own = None if self.bias is None else self.bias.kron
-        z = z if own is None or own.right is None else z + own.right.squeeze(0)
-        q = z.square() @ kron.variances(self.weight.ridge).T * self.weight.calibration**2
-        return GaussianLogits(mean.to(q), q, kron.left)
+        return self.spread().logits(features, mean)
 
 
 def last_layer(scope: "Scope") -> LastLayer | None:

@@ -1,0 +1,348 @@
+"""A deployed module answers what `predict` answers: in eager mode, in every exported format, and without bayesify."""
+
+import copy
+import math
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bayesify import bayesify, components, deploy, fit_laplace, mix, penalty, predict
+
+CLASSES = 3
+FIELDS = ("probs", "prediction", "confidence", "entropy", "mutual_information")
+
+
+def mlp(outputs=CLASSES):
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+def data(count=60):
+    x = torch.randn(count, 5)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def timm_cnn():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("test_resnet", num_classes=CLASSES), "fc.*", torch.randn(6, 3, 64, 64)
+
+
+def timm_vit():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("test_vit", num_classes=CLASSES), "head.*", torch.randn(6, 3, 160, 160)
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(**small, vocab_size=40, num_labels=CLASSES)
+    tokens = torch.randint(1, 40, (6, 7))
+    mask = torch.ones_like(tokens)
+    mask[:3, 5:] = 0
+    return (
+        transformers.BertForSequenceClassification(config),
+        "classifier.*",
+        {"input_ids": tokens, "attention_mask": mask},
+    )
+
+
+def plain_mlp():
+    return mlp(), "2.*", torch.randn(6, 5)
+
+
+MODELS = {"mlp": plain_mlp, "cnn": timm_cnn, "vit": timm_vit, "bert": bert}
+
+
+def fitted(name, structure="kron"):
+    """Return a model with a fitted last layer, and a batch for it."""
+    model, head, x = MODELS[name]()
+    model.eval()
+    bayesify(model, "la", include=head, prior_sig=1.0)
+    y = torch.arange(6) % CLASSES
+    fit_laplace(model, [{**x, "labels": y}] if isinstance(x, dict) else [(x, y)], structure=structure)
+    return model, x
+
+
+def call(module, x):
+    return module(**x) if isinstance(x, dict) else module(x)
+
+
+def rows(x, count):
+    return {k: v[:count] for k, v in x.items()} if isinstance(x, dict) else x[:count]
+
+
+def check(answers, found, atol=1e-5):
+    for name in FIELDS:
+        assert torch.allclose(answers[name].double(), getattr(found, name).double(), atol=atol), name
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_closed_form_is_what_predict_gives(name, structure):
+    model, x = fitted(name, structure)
+    before = copy.deepcopy(model.state_dict())
+    answers, found = call(deploy(model, threshold=0.5), x), predict(model, x)
+    assert found.closed_form
+    check(answers, found)
+    assert torch.equal(answers["answer"], found.select(0.5))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exported_programs_answer_alike_at_other_batch_sizes(name):
+    model, x = fitted(name)
+    deployed = deploy(model)
+    expected = call(deployed, rows(x, 3))
+    program = deployed.exported(**x) if isinstance(x, dict) else deployed.exported(x)
+    answers = program.module()(rows(x, 3))
+    assert answers.keys() == expected.keys()
+    for field in expected:
+        assert torch.allclose(answers[field].double(), expected[field].double(), atol=1e-5), field
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")  # what torch's exporter and onnxscript deprecate of each other
+def test_onnx_answers_alike_at_other_batch_sizes(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, x = fitted(name)
+    deployed = deploy(model)
+    program = deployed.exported(**x) if isinstance(x, dict) else deployed.exported(x)
+    torch.onnx.export(program, output_names=deployed.fields, verbose=False).save(tmp_path / "model.onnx")
+    served = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    few = rows(x, 3)
+    arrays = [t.numpy() for t in (few.values() if isinstance(few, dict) else [few])]
+    given = {i.name: a for i, a in zip(served.get_inputs(), arrays, strict=True)}
+    answers = dict(zip([o.name for o in served.get_outputs()], served.run(None, given), strict=True))
+    expected = call(deployed, few)
+    assert answers.keys() == expected.keys()
+    for field, value in expected.items():
+        assert np.allclose(answers[field], value, atol=1e-5), field
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "vit"])
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated, and tracing warns of shapes
+def test_torchscript_answers_alike(name):
+    model, x = fitted(name)
+    deployed = deploy(model)
+    answers = torch.jit.trace(deployed, (x,), strict=False)(rows(x, 3))
+    for field, value in deployed(rows(x, 3)).items():
+        assert torch.allclose(answers[field].double(), value.double(), atol=1e-5), field
+
+
+def test_a_deployed_module_compiles_as_one_graph(fresh_compiler):
+    model, x = fitted("mlp")
+    deployed = deploy(model)
+    check(torch.compile(deployed, fullgraph=True, backend="aot_eager")(x), predict(model, x))
+
+
+def test_the_head_in_numpy():
+    """Forty lines of numpy are all that a server needs beside the body."""
+    model, x = fitted("mlp")
+    deployed = deploy(model)
+    head = {k: v.numpy() for k, v in deployed.voices[0].named_buffers()}
+    layer = deployed.voices[0].head.layer
+    features = np.tanh(x.numpy() @ model[0].weight.detach().numpy().T + model[0].bias.detach().numpy())
+    logits = features @ layer.weight.numpy().T + layer.bias.numpy()
+    q = np.square(features @ head["right"] + head["shift"]) @ head["variances"]
+    centred = head["basis"] - head["basis"].mean(0)
+    s2 = q @ np.square(centred).T
+    z = (logits - logits.mean(1, keepdims=True)) / np.sqrt(1 + math.pi / 8 * s2)
+    probs = np.exp(z - z.max(1, keepdims=True))
+    probs /= probs.sum(1, keepdims=True)
+    assert np.allclose(probs, predict(model, x).probs, atol=1e-5)
+
+
+def test_draws_are_those_of_predict():
+    x, _y = data()
+    model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.3)
+    deployed = deploy(model, samples=4, seed=7)
+    check(deployed(x), predict(model, x, samples=4, seed=7))
+    assert len(deployed.voices) == 4
+    check(deploy(model, samples=0)(x), predict(model, x, samples=0))
+    assert not torch.allclose(deployed(x)["probs"], deploy(model, samples=4, seed=8)(x)["probs"])
+
+
+def test_draws_share_what_no_draw_changes():
+    model = bayesify(mlp(), "vi", include="2.*", prior_sig=1.0, init_sig=0.3)
+    first, second = deploy(model, samples=2).voices
+    assert first.model[0].weight is second.model[0].weight
+    assert first.model[2].weight is not second.model[2].weight
+
+
+def test_a_distribution_baked_in_is_near_that_of_other_draws():
+    x, _ = data(20)
+    model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.2)
+    each = torch.stack([predict(model, x, samples=1, seed=k).probs for k in range(200)])
+    answers = deploy(model, samples=50, seed=1)(x)["probs"].double()
+    error = each.std(0) * (1 / 50 + 1 / 200) ** 0.5
+    assert ((answers - each.mean(0)).abs() < 4 * error).double().mean() > 0.98
+
+
+def test_a_mixture_has_all_of_its_members():
+    x, _ = data()
+    ensemble = mix(bayesify(mlp(), "vanilla") for _ in range(3))
+    check(deploy(ensemble)(x), predict(ensemble, x))
+    assert len(deploy(ensemble).voices) == len(components(ensemble))
+
+
+def test_a_mixture_of_closed_forms():
+    x, _ = data()
+    models = [fitted("mlp")[0] for _ in range(3)]
+    ensemble = mix(models)
+    assert predict(ensemble, x).closed_form
+    check(deploy(ensemble)(x), predict(ensemble, x))
+
+
+def test_a_temperature_divides_the_logits_of_every_draw():
+    x, _ = data()
+    model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.3)
+    found = predict(model, x, samples=4, seed=7)
+    check(deploy(model, temperature=1.7, samples=4, seed=7)(x), found.tempered(1.7))
+
+
+def test_a_plain_model_is_a_point():
+    x, _ = data()
+    model = mlp()
+    check(deploy(model, temperature=2.0)(x), predict(model, x).tempered(2.0))
+
+
+def test_thresholds_found_by_predict_hold_for_ten_thousand_inputs():
+    x, y = data(10_000)
+    model, _ = fitted("mlp")
+    found = predict(model, [(x, y)])
+    threshold = float(found.confidence.median())
+    kept = deploy(model, threshold=threshold)(x)["answer"]
+    assert (kept != found.select(threshold)).sum() <= 1  # the median itself, by rounding
+
+
+@pytest.mark.parametrize("include", ["2.*", None])
+def test_a_regression_has_mean_and_interval(include):
+    x, _ = data(40)
+    y = x[:, :1] - x[:, 1:2]
+    model = bayesify(mlp(1), "la", include=include, prior_sig=1.0)
+    fit_laplace(model, [(x, y)], likelihood="regression")
+    options = {} if include else {"samples": 6, "seed": 2}
+    answers, found = deploy(model, task="regression", **options)(x), predict(model, x, task="regression", **options)
+    low, high = found.interval()
+    for field, value in {
+        "mean": found.mean,
+        "std": found.std,
+        "epistemic": found.epistemic,
+        "low": low,
+        "high": high,
+    }.items():
+        assert torch.allclose(answers[field].double(), value, atol=1e-4), field
+
+
+def test_a_mixture_of_regressions_has_the_spread_of_its_members():
+    x, _ = data(40)
+    models = [bayesify(mlp(1), "vi", prior_sig=1.0, init_sig=0.1) for _ in range(2)]
+    ensemble = mix(models)
+    answers, found = (
+        deploy(ensemble, task="regression", samples=6, seed=2)(x),
+        predict(ensemble, x, 6, seed=2, task="regression"),
+    )
+    assert torch.allclose(answers["std"].double(), found.std, atol=1e-5)
+
+
+def test_multilabel():
+    x, _ = data(10)
+    model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.3)
+    answers = deploy(model, task="multilabel", samples=3, seed=1)(x)
+    found = predict(model, x, 3, seed=1, task="multilabel")
+    for field in ("probs", "entropy", "mutual_information"):
+        assert torch.allclose(answers[field].double(), getattr(found, field), atol=1e-5), field
+
+
+def test_an_exported_file_runs_without_bayesify(tmp_path):
+    model, x = fitted("mlp")
+    deployed = deploy(model)
+    torch.export.save(deployed.exported(x), tmp_path / "model.pt2")
+    torch.save((x, deployed(x)["probs"]), tmp_path / "expected.pt")
+    script = f"""
+        import sys
+        sys.modules["bayesify"] = None  # an import fails
+        import torch
+        x, expected = torch.load({str(tmp_path / "expected.pt")!r})
+        found = torch.export.load({str(tmp_path / "model.pt2")!r}).module()(x)["probs"]
+        assert torch.allclose(found, expected, atol=1e-6)
+        print("alike")
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert run.stdout.strip() == "alike", run.stderr
+
+
+def test_threads_share_a_deployed_module():
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, _ = fitted("mlp")
+    deployed, batches = deploy(model), [torch.randn(4, 5) for _ in range(40)]
+    expected = [deployed(x)["probs"] for x in batches]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: deployed(x)["probs"], batches))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_deployed_module_stays_in_eval_mode_and_is_plain():
+    model, _x = fitted("cnn")
+    deployed = deploy(model).train()
+    assert not any(m.training for m in deployed.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in deployed.modules())
+    assert not any(hasattr(m, "parametrizations") for m in deployed.modules())
+    assert not any(p.requires_grad for p in deployed.parameters())
+    assert deployed.about["methods"] == ["la"]
+    assert deployed.metadata()["task"] == '"classification"'
+
+
+def test_a_layer_that_is_not_the_last_is_refused():
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x) * 2
+
+    x, y = data()
+    model = bayesify(Doubled(), "la", include="body.2.*", prior_sig=1.0)
+    fit_laplace(model, [(x, y)])
+    with pytest.raises(ValueError, match="not the model's last"):
+        deploy(model)(x)
+    check(deploy(model, samples=3, seed=0)(x), predict(model, x, samples=3, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"temperature": 0.0}, "positive and finite"),
+        ({"temperature": 2.0}, "no samples to divide"),
+        ({"threshold": 80}, "between 0 and 1"),
+        ({"samples": -1}, "samples must be"),
+        ({"task": "ranking"}, "task must be one of"),
+        ({"task": "regression", "threshold": 0.5}, "confidence of a classification"),
+        ({"task": "regression", "temperature": 2.0}, "divides logits"),
+        ({"level": 95}, "level must be"),
+    ],
+)
+def test_mistakes(options, why):
+    model, _ = fitted("mlp")
+    with pytest.raises(ValueError, match=why):
+        deploy(model, **options)
+
+
+def test_an_unfitted_posterior_is_refused():
+    with pytest.raises((ValueError, RuntimeError), match="fit_laplace"):
+        deploy(bayesify(mlp(), "la", include="2.*"))
+
+
+def test_training_continues_after_deploying():
+    x, y = data()
+    model = bayesify(mlp(), "vi", prior_sig=1.0)
+    deploy(model)
+    (nn.functional.cross_entropy(model(x), y) + penalty(model, len(x))).backward()
+    assert all(p.grad is not None for p in model.parameters())
