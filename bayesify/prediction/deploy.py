@@ -219,7 +219,8 @@ class LastLayerVoice(nn.Module):
         """Return the distribution of the model's outputs."""
         output = logits_of(call_model(self.model, inputs))
         features, own = self.head.taken()
-        if not torch.compiler.is_compiling() and not torch.jit.is_tracing() and not same_output(own, output):  # type: ignore[no-untyped-call]
+        watched = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
+        if watched and not same_output(own, output):
             raise ValueError("the Bayesian layer is not the model's last: pass samples=, a number of draws")
         return Spread(*(getattr(self, name) for name in Spread._fields)).logits(features, output)
 
@@ -398,8 +399,8 @@ class Deployed(nn.Module):
 
     def _average(self, values: list[Tensor]) -> Tensor:
         """Return the mean over members of the means over their voices."""
-        each = [sum(values[i] for i in own) / len(own) for own in self.members]
-        return sum(each[1:], each[0]) / len(each)
+        each = [torch.stack([values[i] for i in own]).mean(0) for own in self.members]
+        return torch.stack(each).mean(0)
 
 
 def _entropy(probs: Tensor) -> Tensor:
