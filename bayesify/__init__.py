@@ -9,6 +9,7 @@ from bayesify.core.penalty import penalty
 from bayesify.core.summary import summary
 from bayesify.core.wrap import bayesify, mean, named_posteriors, prior, sample, samples, unbayesify
 from bayesify.integrations import eval_caches, folders
+from bayesify.methods.cycles import Cycles
 from bayesify.methods.ivon.optimizer import IVON
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.methods.sgld.optimizer import SGLD
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
 
 __all__ = [
+    "Cycles",
     "IVON",
     "SGLD",
     "active",

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bayesify import IVON, SGLD, bayesify, fit_laplace, named_posteriors, param_groups, penalty
+from bayesify.methods.swag import collect
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/bytes.json"
@@ -28,7 +29,7 @@ ROWS = {  # by the table's name: the method and its options
     "mc_dropout": ("mc_dropout", {}),
     "sgld": ("sgld", {"thin": 1}),
     "la": ("la", {}),
-    "swag, `rank=2`": ("swag", {"every": 1, "rank": 2}),
+    "swag, `rank=2`": ("swag", {"rank": 2}),
     "ivon": ("ivon", {}),
 }
 WEIGHTS, DEVICES = 7e9, (1, 8, 64)  # of the page's example
@@ -62,6 +63,8 @@ def measured(method, options, mesh):
         loss = nn.functional.cross_entropy(model(x), y)
         (loss if method is None else loss + penalty(model, 1000)).backward()
         optimizer.step()
+        if method == "swag":
+            collect(model)
     posteriors = [t for _, p in named_posteriors(model) for t in (p.original, *p.state().values())]
     states = [t for state in optimizer.state.values() for t in state.values()]
     parts = (posteriors or model.parameters(), (p.grad for p in model.parameters()), states)

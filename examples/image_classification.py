@@ -34,7 +34,7 @@ from torchvision import datasets
 from torchvision.transforms import Compose, Resize
 from tqdm import tqdm
 
-from bayesify import SGLD, fit_laplace, load, metrics, mix, param_groups, penalty, plots, predict, save
+from bayesify import SGLD, Cycles, fit_laplace, load, metrics, mix, param_groups, penalty, plots, predict, save
 from bayesify.integrations.vision import create_bayesian, update_bn
 
 SCORES = ("error", "nll", "ece", "mce", "brier")
@@ -155,8 +155,6 @@ def build(args, classes, steps_per_epoch):
     options = dict(args.hparams)
     if "burnin" in options:
         options["burnin"] *= steps_per_epoch
-    if args.method == "swag":
-        options.setdefault("steps", args.epochs * steps_per_epoch)
     built = create_bayesian(
         args.model, args.method, num_classes=len(classes), pretrained=args.weights or args.pretrained, **options
     )
@@ -172,12 +170,20 @@ def make_optimizer(args, model, head, num_data):
     return torch.optim.SGD(groups, momentum=args.momentum)
 
 
-def train_epoch(args, model, optimizer, scaler, loader, epoch):
+def cycles_of(args, model, optimizer, steps):
+    """Return SWAG's schedule around that of the others; None for other methods."""
+    if args.method != "swag":
+        return None
+    before = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) if args.schedule == "cosine" else None
+    return Cycles(optimizer, model, steps=steps, before=before)
+
+
+def train_epoch(args, model, optimizer, scaler, loader, epoch, cycles=None):
     """Take one pass over the training images and return their mean loss."""
     model.train()
     device = next(model.parameters()).device
     total = 0.0
-    rates = training.scheduled(optimizer, args, epoch, len(loader))
+    rates = training.scheduled(optimizer, args, epoch, len(loader)) if cycles is None else [None] * len(loader)
     bar = tqdm(loader, desc=f"epoch {epoch + 1}", unit="batch", leave=False)
     for (images, labels), _ in zip(bar, rates, strict=True):
         with torch.autocast(device.type, enabled=device.type == "cuda"):
@@ -188,6 +194,8 @@ def train_epoch(args, model, optimizer, scaler, loader, epoch):
         scaler.scale(loss + penalty(model, num_data=len(loader.dataset))).backward()
         scaler.step(optimizer)
         scaler.update()
+        if cycles is not None:
+            cycles.step()
         total += loss.item()
         bar.set_postfix(loss=f"{loss.item():.3f}")
     return total / len(loader)
@@ -197,13 +205,14 @@ def train(args, model, optimizer, data):
     """Train until the validation loss stops improving, keep the best posterior, and return the history."""
     last = args.out / "last.pt"
     scaler = torch.amp.GradScaler(enabled=torch.cuda.is_available())
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    cycles = cycles_of(args, model, optimizer, args.epochs * len(data["train"]))
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, **({} if cycles is None else {"cycles": cycles})}
     history = training.resume(last, args, parts)
     # Until then an SGLD chain has no moments, and SWAG no mean.
     burnin = args.epochs - 1 if args.method == "swag" else args.hparams.get("burnin", 0)
     while not training.finished(history, args):
         epoch = len(history)
-        loss = train_epoch(args, model, optimizer, scaler, data["train"], epoch)
+        loss = train_epoch(args, model, optimizer, scaler, data["train"], epoch, cycles)
         entry = {"epoch": epoch + 1, "train_loss": loss}
         if epoch >= burnin:
             validation = predict(model, data["val"], samples=0, update_bn=statistics(args, data)).scores

@@ -15,7 +15,7 @@ from cases import MLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify import IVON, SGLD, bayesify, fit_laplace, named_posteriors, param_groups, penalty, predict
+from bayesify import IVON, SGLD, Cycles, bayesify, fit_laplace, named_posteriors, param_groups, penalty, predict
 
 RANKS = 2
 NUM_DATA = 64
@@ -82,7 +82,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "mc_dropout": ("mc_dropout", {"same_draw": True, "p_drop": 0.2}),
     "sgld": ("sgld", {"prior_sig": 0.5, "thin": 3}),
     "la": ("la", {"prior_sig": 0.5}),
-    "swag": ("swag", {"every": 4, "rank": 3}),
+    "swag": ("swag", {"rank": 3}),
     "ivon": ("ivon", {}),
     "vanilla": ("vanilla", {}),
 }
@@ -120,7 +120,10 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
         return SGLD(model, 0.02, num_data=NUM_DATA, momentum=0.5)
     if kind == "ivon":
         return IVON(model, 0.1, num_data=NUM_DATA)
-    return torch.optim.SGD(param_groups(model, 0.1), momentum=0.5)
+    optimizer = torch.optim.SGD(param_groups(model, 0.1), momentum=0.5)
+    if kind == "swag":
+        optimizer.cycles = Cycles(optimizer, model, steps=STEPS, start=0, cycles=STEPS // 4)  # type: ignore[attr-defined]
+    return optimizer
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
@@ -129,6 +132,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Ten
     loss = F.cross_entropy(model(x), y) + penalty(model, NUM_DATA)
     loss.backward()
     optimizer.step()
+    if hasattr(optimizer, "cycles"):
+        optimizer.cycles.step()
     return loss.detach()
 
 

@@ -16,12 +16,14 @@ def flat(model):
     return torch.cat([p.original.detach().flatten() for _, p in named_posteriors(model)])
 
 
-def train(model, optimizer, steps):
+def train(model, optimizer, steps, cycles=None):
     seen = []
     for _ in range(steps):
         optimizer.zero_grad()
         (model(X).square().mean() + penalty(model, 7)).backward()
         optimizer.step()
+        if cycles is not None:
+            cycles.step()
         seen.append(flat(model))
     return torch.stack(seen)
 

@@ -194,7 +194,6 @@ def test_bad_moments_change_nothing(kind, change, message, tmp_path):
 
 FOUND = {
     "la": ({"fitted_sig": "1.0"}, {"fitted_sig": -1.0}, {"tuned": 1}, {"tuned": None}, {"partner": ["conv.bias"]}),
-    "swag": ({"steps": -1}, {"steps": 1.5}, {"steps": None}, {"steps": True}),
     "ivon": ({"strength": 0.0}, {"strength": "10"}, {"strength": [10.0]}),
 }
 

@@ -72,6 +72,8 @@ def held(kind: str) -> int:
         (model(x).square().mean() + penalty(model, NUM_DATA)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if hasattr(optimizer, "cycles"):
+            optimizer.cycles.step()
     tensors = [t for _, p in named_posteriors(model) for t in (p.original, *p.state().values())]
     return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
 
@@ -172,6 +174,7 @@ def resumed(kind: str, folder: str) -> dict:
             if stops and number == 3:
                 place, generator = Path(folder) / f"dcp {kind}", torch.get_rng_state()
                 kept = get_state_dict(model, optimizer)
+                schedule = optimizer.cycles.state_dict() if hasattr(optimizer, "cycles") else None
                 dcp.save({"model": kept[0], "optimizer": kept[1]}, checkpoint_id=place)
                 torch.manual_seed(5)
                 model = shard(build(kind)).train()
@@ -182,6 +185,8 @@ def resumed(kind: str, folder: str) -> dict:
                 options = StateDictOptions(strict=False)  # SGD without momentum has no state
                 found_states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
                 set_state_dict(model, optimizer, **found_states, options=options)
+                if schedule is not None:
+                    optimizer.cycles.load_state_dict(schedule)
                 torch.set_rng_state(generator)
             step(model, optimizer, number)
         found.append(posterior_of(model))

@@ -11,8 +11,8 @@ import torch
 from huggingface_zoo import TEXT
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
+from bayesify import Cycles, components, named_posteriors, predict
 from bayesify import bayesify as make_bayesian
-from bayesify import components, named_posteriors, predict
 from bayesify.core.mixture import Mixture
 from bayesify.integrations.huggingface import BayesTrainer, from_pretrained
 
@@ -145,11 +145,11 @@ def test_every_member_has_its_posterior(tmp_path, method, options, samples):
     assert all(float(p.std.max()) > 0 for _, p in named_posteriors(run.model) if p.original.numel() > 2)
 
 
-def test_swag_is_told_how_long_training_is(tmp_path):
+def test_the_trainer_makes_the_cycles_of_swag(tmp_path):
     run = trainer(tmp_path, "swag", members=1)
     run.train()
-    method = run.model._bayesify_scope.method
-    assert method.steps == STEPS
+    assert isinstance(run.lr_scheduler, Cycles)
+    assert (run.lr_scheduler.steps, run.lr_scheduler.last_epoch) == (STEPS, STEPS)
     assert {int(p.count) for _, p in named_posteriors(run.model)} == {2}
     assert run.evaluate()["eval_posterior_samples"] == 30
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bayesify import (
+    Cycles,
     bayesify,
     calibrate,
     components,
@@ -30,7 +31,7 @@ from bayesify.methods.swag import collect
 
 def walked(count, rank=20):
     """Return a model that has collected random iterates, and these."""
-    model = bayesify(net(), "swag", every=0, rank=rank)
+    model = bayesify(net(), "swag", rank=rank)
     iterates = []
     for _ in range(count):
         with torch.no_grad():
@@ -78,7 +79,7 @@ def test_a_draw_makes_nothing_much_larger_than_the_weights():
             self.found = max(self.found, *own, 0)
             return out
 
-    model = bayesify(nn.Linear(128, 128, bias=False), "swag", every=0)
+    model = bayesify(nn.Linear(128, 128, bias=False), "swag")
     for _ in range(9):
         collect(model)
     (q,) = (p for _, p in named_posteriors(model))
@@ -103,9 +104,10 @@ def test_draws_have_this_covariance_across_layers_too():
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
-def test_any_optimizer_collects_by_itself(cls):
-    model = bayesify(net(), "swag", start=3, every=2, rank=20)
-    seen = train(model, cls(model.parameters(), lr=0.05), 12)
+def test_any_optimizer_collects_at_the_ends_of_cycles(cls):
+    model = bayesify(net(), "swag")
+    optimizer = cls(model.parameters(), lr=0.05)
+    seen = train(model, optimizer, 11, Cycles(optimizer, model, steps=11, start=3, cycles=4))
     kept = seen[[4, 6, 8, 10]]  # after steps 5, 7, 9 and 11
     for _, posterior in named_posteriors(model):
         assert int(posterior.count) == 4
@@ -123,9 +125,9 @@ def test_training_reads_the_parameter_and_eval_the_mean():
 
 
 def test_there_is_nothing_to_sample_before_two_iterates():
-    model = bayesify(net(), "swag", every=0)
+    model = bayesify(net(), "swag")
     for _ in range(2):
-        with pytest.raises(ValueError, match="SWAG needs two iterates"):
+        with pytest.raises(ValueError, match=r"SWAG needs two iterates; train with .* bayesify.Cycles\("):
             predict(model, X, task="regression")
         with pytest.raises(ValueError, match=r"call bayesify.methods.swag.collect\(model\)"), sample(model):
             pass
@@ -134,42 +136,113 @@ def test_there_is_nothing_to_sample_before_two_iterates():
 
 
 def test_a_parameter_that_nobody_moves_stays_a_point():
-    model = bayesify(net(), "swag", every=1)
-    train(model, torch.optim.SGD(model[2].parameters(), lr=0.1), 3)
+    model = bayesify(net(), "swag")
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    train(model, optimizer, 3, Cycles(optimizer, model, steps=3, start=0))
     before = model[0].weight.detach().clone()
     with sample(model, seed=0):
         assert torch.equal(model[0].weight, before)
     assert model[2].parametrizations.weight[0].std.min() > 0
 
 
-def test_a_step_of_two_optimizers_counts_once():
-    model = bayesify(net(), "swag", every=2)
+def test_two_optimizers_each_collect_their_own():
+    model = bayesify(net(), "swag")
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    schedules = [Cycles(optimizer, model, steps=4, start=0, cycles=2) for optimizer in optimizers]
     for _ in range(4):
         (model(X).square().mean() + penalty(model, 7)).backward()
-        for optimizer in optimizers:
+        for optimizer, cycles in zip(optimizers, schedules, strict=True):
             optimizer.step()
+            cycles.step()
     assert [int(p.count) for _, p in named_posteriors(model)] == [2, 2, 2]
 
 
-def test_files_and_state_dicts_keep_the_path(tmp_path):
-    model = bayesify(net(), "swag", every=3, rank=2)
+class Sharp(torch.optim.Optimizer):
+    """SAM: an optimizer whose step makes two steps of another one, at the gradients of two places."""
+
+    def __init__(self, params, lr):
+        super().__init__(list(params), {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure):
+        start = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.base.step()
+        closure()
+        with torch.no_grad():
+            for p, old in zip((p for group in self.param_groups for p in group["params"]), start, strict=True):
+                p.copy_(old)
+        self.base.step()
+
+
+def test_an_optimizer_that_calls_another_counts_once():
+    model = bayesify(net(), "swag")
+    optimizer = Sharp(model.parameters(), 0.1)
+    cycles, seen, rates = Cycles(optimizer, model, steps=12), [], []
+
+    def closure():
+        optimizer.zero_grad()
+        (model(X).square().mean() + penalty(model, 7)).backward()
+
+    for _ in range(12):
+        closure()
+        optimizer.step(closure)
+        seen.append(flat(model))
+        rates.append(optimizer.param_groups[0]["lr"])
+        cycles.step()
+    assert rates == [0.1] * 12
+    assert [int(p.count) for _, p in named_posteriors(model)] == [3, 3, 3]
+    std = torch.cat([p.std.flatten() for _, p in named_posteriors(model)])
+    torch.testing.assert_close(std, torch.stack(seen)[9:].std(0), rtol=0, atol=1e-12)
+
+
+def test_an_average_that_was_made_before_follows_the_weights():
+    model = bayesify(net(), "swag")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, 7)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    cycles, expected = Cycles(optimizer, model, steps=8), None
+    for _ in range(8):
+        now = train(model, optimizer, 1, cycles)[0]
+        averaged.update_parameters(model)
+        expected = now if expected is None else (expected + now) / 2
+    assert [int(p.count) for _, p in named_posteriors(model)] == [2, 2, 2]
+    found = torch.cat([p.mean.flatten() for _, p in named_posteriors(averaged.eval())])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(averaged(X), averaged.module.train()(X))
+
+
+def test_files_and_state_dicts_keep_the_path(tmp_path):
+    model = bayesify(net(), "swag", rank=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cycles = Cycles(optimizer, model, steps=9, start=0, cycles=3)
+    train(model, optimizer, 7, cycles)
     save(model, tmp_path)
-    other = bayesify(net(), "swag", every=3, rank=2)
-    train(other, torch.optim.SGD(other.parameters(), lr=0.1), 3)
+    other = bayesify(net(), "swag", rank=2)
+    collect(other)
     other.load_state_dict(model.state_dict())
     for copied in (load(net(), tmp_path), other):
         for task in range(2):
             a, b = (predict(m, X, 3, seed=task, task="regression") for m in (model, copied))
             assert torch.equal(a.outputs, b.outputs)
-        assert [p.steps for _, p in named_posteriors(copied)] == [7, 7, 7]
-    train(model, optimizer, 2)
-    train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), 2)
-    for (_, a), (_, b) in zip(named_posteriors(model), named_posteriors(copied), strict=True):
+    resumed = torch.optim.SGD(other.parameters(), lr=0.1)
+    again = Cycles(resumed, other, steps=9, start=0, cycles=3)
+    again.load_state_dict(cycles.state_dict())
+    train(model, optimizer, 2, cycles)
+    train(other, resumed, 2, again)
+    for (_, a), (_, b) in zip(named_posteriors(model), named_posteriors(other), strict=True):
         assert int(b.count) == 3
         assert torch.equal(a.iterates, b.iterates)
+
+
+def test_collecting_goes_on_after_a_reload():
+    model, iterates = walked(3)
+    other = bayesify(net(), "swag")
+    other.load_state_dict(model.state_dict())
+    collect(other)
+    for _, posterior in named_posteriors(other):
+        assert int(posterior.count) == 4
+    mu = torch.cat([p.mean.flatten() for _, p in named_posteriors(other)])
+    torch.testing.assert_close(mu, torch.cat([iterates, iterates[-1:]]).mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +265,7 @@ def test_a_state_that_is_none_is_refused(name, change):
 
 
 def test_the_padding_row_has_no_noise():
-    model = bayesify(nn.Embedding(5, 3, padding_idx=2), "swag", every=0)
+    model = bayesify(nn.Embedding(5, 3, padding_idx=2), "swag")
     for _ in range(3):
         with torch.no_grad():
             next(p for _, p in named_posteriors(model)).original.normal_()
@@ -225,11 +298,7 @@ def test_swag_models_mix_and_are_calibrated():
     ("options", "message"),
     [
         ({"rank": 1}, "rank must be an integer >= 2, got 1"),
-        ({"every": -1}, "every must be an integer >= 0, got -1"),
-        ({"start": 0.5}, "start must be an integer >= 0, got 0.5"),
-        ({"steps": 2}, "steps must be an integer >= 4, got 2"),
-        ({"steps": 10, "start": 8, "every": 3}, "10 steps end before the second iterate"),
-        ({"low": 1.5}, "low must be at most high = "),
+        ({"rank": 2.5}, "rank must be an integer >= 2, got 2.5"),
     ],
 )
 def test_options_out_of_range_are_told(options, message):
@@ -260,8 +329,9 @@ def by_hand(model, data):
 
 
 def test_statistics_are_computed_for_every_sample_at_prediction():
-    model = bayesify(with_norm(), "swag", every=1)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.3), 6)
+    model = bayesify(with_norm(), "swag")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    train(model, optimizer, 6, Cycles(optimizer, model, steps=6, start=0))
     data = [X[:4], X[4:]]
     kept = copy.deepcopy(model[1].state_dict())
     with pytest.warns(UserWarning, match="BatchNorm statistics are those of its last iterate"):
@@ -276,8 +346,9 @@ def test_statistics_are_computed_for_every_sample_at_prediction():
 
 
 def test_statistics_that_were_computed_are_not_warned_of():
-    model = bayesify(with_norm(), "swag", every=1)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.3), 6)
+    model = bayesify(with_norm(), "swag")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    train(model, optimizer, 6, Cycles(optimizer, model, steps=6, start=0))
     update_bn(model, [X])
     alone = predict(model, X, 0).logits
     torch.testing.assert_close(alone, predict(model, X, 0, update_bn=[X]).logits)
@@ -288,11 +359,12 @@ def test_statistics_that_were_computed_are_not_warned_of():
 def test_every_member_of_a_mixture_gets_its_own_statistics():
     members = []
     for seed in range(3):
-        members.append(bayesify(with_norm(), "swag", every=1))
+        members.append(bayesify(with_norm(), "swag"))
         torch.manual_seed(seed)
         for _, posterior in named_posteriors(members[-1]):
             nn.init.normal_(posterior.original)
-        train(members[-1], torch.optim.SGD(members[-1].parameters(), lr=0.1), 4)
+        optimizer = torch.optim.SGD(members[-1].parameters(), lr=0.1)
+        train(members[-1], optimizer, 4, Cycles(optimizer, members[-1], steps=4, start=0))
     model = update_bn(mix(members), [X])
     for member in components(model):
         with mean(member):
@@ -306,8 +378,9 @@ def test_every_member_of_a_mixture_gets_its_own_statistics():
 
 
 def test_statistics_need_batches():
-    model = bayesify(with_norm(), "swag", every=1)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.3), 3)
+    model = bayesify(with_norm(), "swag")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    train(model, optimizer, 3, Cycles(optimizer, model, steps=3, start=0))
     kept = copy.deepcopy(model[1].state_dict())
     with pytest.raises(ValueError, match="update_bn has no batches"):
         predict(model, X, 2, update_bn=[])

@@ -5,7 +5,7 @@ A subclass with a `name` of its own is known to `bayesify(model, name)` and to `
 
 import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -36,9 +36,8 @@ class Method:
     optimizer: ClassVar[str] = ""
     """The optimizer of this library without which the method gets no posterior, if there is one."""
 
-    follows_steps: ClassVar[bool] = False
-    """Whether the method is told of every optimizer step that moves its parameters, by `after_step`; `rate_factor` may
-    then choose its learning rate."""
+    stages: ClassVar[Any] = None
+    """What the method does in the cycles of a training (`bayesify.methods.cycles.Stages`), if it has a use for them."""
 
     fitted: ClassVar[tuple[str, ...]] = ()
     """The options that a fit finds: a state dict holds them, and whoever loads it takes them over."""
@@ -89,23 +88,6 @@ class Method:
             posteriors: Those of a model that the optimizer moves. A gradient may come here twice, where an optimizer
                 calls another: `bayesify.core.changed` knows.
         """
-
-    def after_step(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> None:
-        """Take note of an optimizer's step.
-
-        Args:
-            posteriors: A model's.
-            moved: The ids of the parameters that belong to the optimizer.
-        """
-
-    def rate_factor(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> float | None:
-        """Return the learning rate of the next step over the largest so far; None leaves it to the optimizer.
-
-        Args:
-            posteriors: A model's.
-            moved: The ids of the parameters that belong to the optimizer.
-        """
-        return None
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise if one of a model's posteriors cannot be sampled yet."""

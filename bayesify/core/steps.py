@@ -23,20 +23,17 @@ if TYPE_CHECKING:
 PATIENCE = 100  # steps without a penalty before the warning
 SETTLED = 10  # steps after which every optimizer of a training run should have made one
 
-LARGEST = "largest_lr"  # of an optimizer's group
-
 _scopes: "WeakSet[Scope]" = WeakSet()
 _seen: "WeakKeyDictionary[Optimizer, Seen]" = WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
 class Seen:
-    """An optimizer: how many steps it has made, the models whose weights it moves, and rates that a step took away."""
+    """An optimizer: how many steps it has made, and the models whose weights it moves."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         own = _ids(optimizer)
         self.steps = 0
-        self.held: list[Any] = []
         self.scopes: WeakSet[Scope] = WeakSet(scope for scope in list(_scopes) if _moved(scope, own))
 
 
@@ -65,7 +62,6 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             _warn_of_missing(scope, optimizer)
         if not scope.warned:
             _count(scope)
-    _hold_rates(optimizer, seen)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _change_gradients(optimizer, seen)
@@ -96,45 +92,13 @@ def _change_gradients(optimizer: Optimizer, seen: Seen) -> None:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Tell the methods that follow an optimizer, and raise the versions of what a fused one wrote.
+    """Raise the versions of what a fused optimizer wrote.
 
     A backward pass looks at the versions, which other optimizers raise themselves.
     """
     written = [p for group in optimizer.param_groups if group.get("fused") for p in group["params"]]
     if written:
         torch.autograd.graph.increment_version(written)
-    if optimizer not in _seen:
-        return
-    _release_rates(_seen[optimizer])
-    for scope in _seen[optimizer].scopes:
-        if scope.method.follows_steps:
-            scope.method.after_step(scope.posteriors, _ids(optimizer))
-
-
-def _hold_rates(optimizer: Optimizer, seen: Seen) -> None:
-    """Give a step the learning rates of a method's own schedule, a factor on the largest that each group has had.
-
-    The groups get their own rates back after the step, so that no scheduler notices. The largest one is kept in the
-    group, and with it in the optimizer's state dict.
-    """
-    _release_rates(seen)  # a step that failed
-    following = [scope for scope in seen.scopes if scope.method.follows_steps]
-    if not following:
-        return
-    factor = following[0].method.rate_factor(following[0].posteriors, _ids(optimizer))
-    for group in (g for g in optimizer.param_groups if "lr" in g):
-        group[LARGEST] = max(float(group["lr"]), group.get(LARGEST, 0.0))
-        if factor is not None:
-            seen.held.append((group, group["lr"]))
-            rate = factor * group[LARGEST]
-            group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
-
-
-def _release_rates(seen: Seen) -> None:
-    """Give the groups back the rates that `_hold_rates` took away."""
-    for group, rate in seen.held:
-        group["lr"] = rate
-    seen.held.clear()
 
 
 def _ids(optimizer: Optimizer) -> set[int]:

@@ -1,123 +1,273 @@
-"""Cyclical SGLD: a chain that leaves its basin again and again, and a member of a mixture for each of them.
+"""`Cycles`: the learning rates of a training that is cut into cycles, and what its method does in each of them.
 
-A large step finds another basin, small ones with noise sample it (Zhang et al. 2020).
+A method takes part by naming its `Stages` in `Method.stages`: "swag" collects an iterate at the end of every cycle,
+"ensemble" a member, and "sgld" samples another basin in each (Zhang et al. 2020).
 """
 
-import copy
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from bayesify.core.mixing import mix
 from bayesify.core.mixture import Mixture
+from bayesify.core.posterior import Posterior
+from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import scopes_of
-from bayesify.methods.sgld import method as sgld
-from bayesify.methods.sgld.optimizer import SGLD
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phase(sgld.SGLD):
-    """The options of one step: the noise of its phase, and no collection by the optimizer's own count."""
+class Place(NamedTuple):
+    """Where a step is: the number of its cycle, how many steps of that one come before it, and the cycle's length."""
 
-    def collects(self, step: int) -> bool:
-        """Leave it to the cycle."""
-        return False
+    cycle: int
+    step: int
+    length: int
 
 
-class Cycles:
-    """Drive an SGLD chain through cosine cycles, each of which gives one member of a mixture.
-
-    At position r in [0, 1) of a cycle the learning rate is lr/2 (cos(pi r) + 1). Below beta the chain takes neither
-    noise nor states for its moments: it looks for a basin. From beta on it does both, and every `thin`-th state of the
-    rest of the cycle is collected. At the end of a cycle a copy of the model is its member, and the moments start anew.
-    The `burnin` of the method has no meaning here.
+class Stages:
+    """What a method does in the cycles of a training. A subclass gives the defaults of `Cycles`, and what happens when.
 
     Args:
-        model: The model that the chain moves.
-        chain: Its optimizer; the learning rates that it has now are those at which a cycle begins.
-        steps: How many steps all cycles take together.
-        cycles: How many cycles; each has steps // cycles steps.
-        beta: The share of a cycle that looks for a basin.
+        run: The schedule, with its optimizer and model.
+        options: Those of `Cycles` that the method knows.
+    """
+
+    cycles: ClassVar[int]
+    """How many cycles there are by default."""
+    least: ClassVar[int] = 1
+    """How many cycles the method needs."""
+    begin: ClassVar[float] = 0.0
+    """The share of the steps before the first cycle."""
+    high: ClassVar[float] = 1.0
+    low: ClassVar[float] = 0.0
+    options: ClassVar[tuple[str, ...]] = ()
+    """The options of `Cycles` that the method knows, beside those of every method."""
+
+    def __init__(self, run: "Cycles", **options: Any) -> None:
+        self.run = run
+
+    @classmethod
+    def default_cycles(cls, method: Any, steps: int) -> int:
+        """Return how many cycles a model's options ask for; `steps` are those from the first cycle on."""
+        return max(min(cls.cycles, steps), cls.least)
+
+    def shares(self, cycles: int) -> Sequence[float]:
+        """Return the lengths of the cycles, in any unit."""
+        return [1.0] * cycles
+
+    def check(self, places: Sequence[Place]) -> None:
+        """Raise a ValueError where cycles that begin at these places cannot be."""
+
+    def before(self, place: Place | None) -> None:
+        """Prepare a step; None is one before the first cycle or after the last."""
+
+    def after(self, place: Place) -> None:
+        """Do what follows a step."""
+
+    def end(self, number: int, *, last: bool) -> None:
+        """Do what follows a cycle."""
+
+    def mixture(self) -> Mixture:
+        """Return what the cycles have found where it is not in the model itself."""
+        raise ValueError("the cycles of this method collect into the model itself: predict(model, ...)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+
+class Cycles(LRScheduler):
+    """Cut a training into cycles, each with its own learning rates, and collect what the model's method wants of each.
+
+    Call `step()` after every `optimizer.step()`, and after the `step()` of any other scheduler. At step k of a cycle of
+    n the learning rate is low + (high - low) (1 + cos(pi k/n))/2 times that of the optimizer, or the largest one before
+    the first cycle if that was larger.
+
+    | method | cycles | each |
+    |---|---|---|
+    | "swag" | 10, in the last quarter of the steps, at a constant rate | ends in an iterate |
+    | "sgld" | 4 | looks for a basin up to `beta`, then samples it; `mixture()` has a member of each |
+
+    Args:
+        optimizer: The optimizer, made after `bayesify`.
+        model: The bayesified model that it trains, or a module that contains it.
+        steps: How many optimizer steps the training takes.
+        cycles: How many cycles.
+        start: Steps before the first cycle; until then the rates are the optimizer's, or those of other schedulers.
+        high: The learning rate at the beginning of a cycle, over the optimizer's.
+        low: What it approaches at the end of a cycle.
+        before: A scheduler that is in charge until `start`, whose `step()` is then called here.
+        beta: For "sgld": the share of a cycle that looks for a basin, without noise.
 
     Raises:
-        ValueError: A number is out of range, or a cycle is too short to collect two states.
+        ValueError: The method has no use for cycles, the optimizer moves another model, or a number is out of range.
 
     Example:
         >>> import torch
-        >>> from bayesify import SGLD, bayesify, penalty, predict
-        >>> model, x = bayesify(torch.nn.Linear(3, 2), "sgld", thin=1), torch.randn(8, 3)
-        >>> cycles = Cycles(model, SGLD(model, lr=0.1, num_data=8), steps=20, cycles=2, beta=0.5)
+        >>> from bayesify import Cycles, bayesify, penalty, predict
+        >>> model, x = bayesify(torch.nn.Linear(3, 2), "swag"), torch.randn(8, 3)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> cycles = Cycles(optimizer, model, steps=20)
         >>> for _ in range(20):
-        ...     cycles.zero_grad()
+        ...     optimizer.zero_grad()
         ...     (model(x).square().mean() + penalty(model, num_data=8)).backward()
+        ...     optimizer.step()
         ...     cycles.step()
-        >>> predict(cycles.mixture(), x)
-        Predictive(8 examples, 2 classes, 10 samples)
+        >>> predict(model, x)
+        Predictive(8 examples, 2 classes, 30 samples)
     """
 
-    def __init__(self, model: nn.Module, chain: SGLD, *, steps: int, cycles: int, beta: float = 0.8) -> None:
-        if not 0 <= beta < 1:
-            raise ValueError(f"beta must be in [0, 1), got {beta!r}")
-        if cycles < 1 or steps < cycles:
-            raise ValueError(f"cycles must be between 1 and steps, got {cycles} cycles of {steps} steps together")
-        self.model, self.chain, self.beta = model, chain, beta
-        self.length = steps // cycles
-        self.scopes = scopes_of(model)
-        self.rates = [group["lr"] for group in chain.param_groups]
-        self.done = 0
-        self.members: list[nn.Module] = []
-        sampling = sum(position / self.length >= beta for position in range(self.length))
-        thin = max(scope.method.thin for scope in self.scopes if isinstance(scope.method, sgld.SGLD))
-        if sampling // thin < 2:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        steps: int,
+        cycles: int | None = None,
+        start: int | None = None,
+        high: float | None = None,
+        low: float | None = None,
+        before: LRScheduler | None = None,
+        beta: float | None = None,
+    ) -> None:
+        if isinstance(optimizer, nn.Module):
+            raise TypeError("Cycles takes the optimizer first: Cycles(optimizer, model, steps=...)")
+        self.optimizer, self.model, self.before = optimizer, model, before
+        scopes = [scope for scope in scopes_of(model) if scope.method.stages is not None]
+        if not scopes:
+            names = sorted(scope.method.name for scope in scopes_of(model))
             raise ValueError(
-                f"a cycle has {sampling} steps from beta on, of which every {thin}th is collected: fewer than two "
-                "states; take more steps, fewer cycles, a smaller beta or thin"
+                f"a model of method {', '.join(names)} is not trained in cycles; train several and mix them: "
+                "bayesify.mix(models)"
+            )
+        method = scopes[0].method
+        if not self.posteriors():
+            raise ValueError(
+                "the optimizer moves no Bayesian parameter of the model; make it after bayesify(model), of "
+                "model.parameters() or bayesify.param_groups(model, lr)"
+            )
+        given = {name: value for name, value in {"beta": beta}.items() if value is not None}
+        if unknown := [name for name in given if name not in method.stages.options]:
+            raise ValueError(f"{unknown[0]} is not for method {method.name!r}; leave it out")
+        self.stages: Stages = method.stages(self, **given)
+        if not is_whole(steps) or steps < 1:
+            raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
+        least = self.stages.least
+        start = min(int(self.stages.begin * steps), max(steps - least, 0)) if start is None else start
+        if not is_whole(start) or not 0 <= start < steps:
+            raise ValueError(f"start must be an integer >= 0 and below steps = {steps}, got {start!r}")
+        count = self.stages.default_cycles(method, steps - start) if cycles is None else cycles
+        if not is_whole(count) or not least <= count <= steps - start:
+            raise ValueError(
+                f"cycles must be an integer between {least} and the {steps - start} steps from start on, got {count!r}"
+            )
+        self.high, self.low = (
+            getattr(self.stages, name) if value is None else value for name, value in (("high", high), ("low", low))
+        )
+        if not 0 <= self.low <= self.high or not 0 < self.high < math.inf:
+            raise ValueError(
+                f"high must be positive and low between 0 and high, got high={self.high!r}, low={self.low!r}"
+            )
+        self.steps, self.start = int(steps), int(start)
+        sums = list(accumulate(self.stages.shares(int(count))))
+        self.ends = [self.start + round((self.steps - self.start) * total / sums[-1]) for total in sums]
+        self.stages.check([self.place(begin) for begin in (self.start, *self.ends[:-1])])
+        self.told = False
+        super().__init__(optimizer)
+
+    def posteriors(self) -> list[Posterior]:
+        """Return the model's posteriors whose mean the optimizer moves."""
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [p for scope in scopes_of(self.model) for p in scope.posteriors if id(p.original) in own]
+
+    def place(self, done: int) -> Place | None:
+        """Return where the step is before which there were `done`; None where it is in no cycle."""
+        if not self.start <= done < self.steps:
+            return None
+        number = bisect_right(self.ends, done)
+        begin = self.ends[number - 1] if number else self.start
+        return Place(number, done - begin, self.ends[number] - begin)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Collect what the last optimizer step calls for, and choose the learning rates of the next one."""
+        if epoch is not None:
+            raise ValueError("Cycles counts the steps by itself; call step() without an epoch")
+        if self.last_epoch >= 0:
+            self._follow(self.last_epoch)
+        super().step()
+        self.stages.before(self.place(self.last_epoch))
+
+    def _follow(self, done: int) -> None:
+        """Do what follows the optimizer's step before which there were `done`."""
+        if done < self.start and self.before is not None:
+            self.before.step()
+        place = self.place(done)
+        if place is not None:
+            self.stages.after(place)
+            if place.step + 1 == place.length:
+                self.stages.end(place.cycle, last=done + 1 == self.steps)
+        elif done >= self.steps and not self.told:
+            self.told = True
+            warnings.warn(
+                f"training goes on after the {self.steps} steps of Cycles, and collects nothing any more; give it "
+                "steps=, all optimizer steps of the training",
+                stacklevel=3,
             )
 
-    def zero_grad(self) -> None:
-        """Clear the gradients, as the chain does."""
-        self.chain.zero_grad()
-
-    def step(self) -> None:
-        """Move the chain by one step, in place of its own `step`."""
-        place = self.done % self.length
-        r = place / self.length
-        for group, rate in zip(self.chain.param_groups, self.rates, strict=True):
-            group["lr"] = rate / 2 * (math.cos(math.pi * r) + 1)
-        explores = r < self.beta
-        options: list[Any] = [scope.method for scope in self.scopes]
-        for scope, own in zip(self.scopes, options, strict=True):
-            scope.method = Phase(**{**asdict(own), "nd": 0.0 if explores else own.nd})
-        try:
-            self.chain.step()
-        finally:
-            for scope, own in zip(self.scopes, options, strict=True):
-                scope.method = own
-        self.done += 1
-        sampled = place + 1 - math.ceil(self.beta * self.length)  # steps of this cycle with noise, so far
-        for scope, own in zip(self.scopes, options, strict=True):
-            for posterior in scope.posteriors:
-                if not explores and sampled % own.thin == 0 and isinstance(posterior, sgld.SGLDPosterior):
-                    posterior.collect()
-        if self.done % self.length == 0:
-            self._end()
-
-    def _end(self) -> None:
-        """Keep a copy of the model, and let the next cycle begin without moments."""
-        self.members.append(copy.deepcopy(self.model).eval())
-        for scope in self.scopes:
-            for posterior in scope.posteriors:
-                if isinstance(posterior, sgld.SGLDPosterior):
-                    posterior._forget_moments()
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the learning rates of the next step."""
+        groups, done = self.optimizer.param_groups, self.last_epoch
+        self.base_lrs += [group["lr"] for group in groups[len(self.base_lrs) :]]  # groups that were added since
+        if done < self.start:
+            now = [float(group["lr"]) for group in groups]
+            self.base_lrs = [max(float(base), lr) for base, lr in zip(self.base_lrs, now, strict=True)]
+            return list(now)
+        place = self.place(done)
+        r = 1.0 if place is None else place.step / place.length
+        factor = self.low + (self.high - self.low) * (1 + math.cos(math.pi * r)) / 2
+        return [factor * float(base) for base in self.base_lrs]
 
     def mixture(self) -> Mixture:
-        """Return the mixture of all members so far.
+        """Return the mixture of the cycles' members, for "sgld".
 
         Raises:
-            ValueError: No cycle has ended yet.
+            ValueError: No cycle has ended yet, or the model itself has all members.
         """
-        if not self.members:
-            raise ValueError(f"no cycle has ended yet: {self.done} steps of {self.length} that one takes")
-        return mix(self.members)
+        return self.stages.mixture()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the schedule; the model's and the optimizer's are their own."""
+        return {
+            **{name: getattr(self, name) for name in ("last_epoch", "_step_count", "_last_lr", "base_lrs")},
+            "plan": self._plan(),
+            "stages": self.stages.state_dict(),
+            "before": None if self.before is None else self.before.state_dict(),
+        }
+
+    def _plan(self) -> dict[str, Any]:
+        return {"steps": self.steps, "start": self.start, "ends": self.ends, "high": self.high, "low": self.low}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of the same schedule; load the model's and the optimizer's too.
+
+        Raises:
+            ValueError: It is the state of another schedule.
+        """
+        theirs, own = state_dict.get("plan"), self._plan()
+        if theirs != own:
+            raise ValueError(f"this is the state of another schedule: {theirs}; make it with the same arguments: {own}")
+        self.__dict__.update({k: v for k, v in state_dict.items() if k not in ("plan", "stages", "before")})
+        if self.before is not None and state_dict["before"] is not None:
+            self.before.load_state_dict(state_dict["before"])
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        self.stages.load_state_dict(state_dict["stages"])
+        self.stages.before(self.place(self.last_epoch))

@@ -6,8 +6,8 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 """
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,36 +17,40 @@ from bayesify.core.distributed import on_shard, part
 from bayesify.core.method import Tempered
 from bayesify.core.moments import CollectedPosterior
 from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.core.wrap import named_posteriors, scopes_of
+from bayesify.core.seeds import is_whole
+from bayesify.core.wrap import named_posteriors
 from bayesify.engine.noise import name_key
+from bayesify.methods.cycles import Stages
 from bayesify.prediction.statistics import STALE
 
 SHARED = name_key("swag/shared")
-CYCLES = 10  # iterates of a schedule
+
+
+class Iterates(Stages):
+    """The last quarter of training at a constant rate, or in cosines, each of which ends in an iterate."""
+
+    cycles, least, begin, low = 10, 2, 0.75, 1.0
+
+    def end(self, number: int, *, last: bool) -> None:
+        """Collect an iterate of what the optimizer moves."""
+        for posterior in self.run.posteriors():
+            if isinstance(posterior, SWAGPosterior):
+                with on_shard(posterior) as own:
+                    own.collect()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SWAG(Tempered):
     """Options of "swag".
 
-    Any optimizer trains the model, and its steps are noticed. The spread is that of the optimizer's own path, so the
-    learning rate is a part of the method: at a small one the iterates hardly differ. With `steps`, the length of the
-    training, the method has a schedule. Three quarters are the optimizer's own. From `start` on the rate is the largest
-    one again, whatever a scheduler says, and ten iterates are collected. With a `low` below `high` it goes from one to
-    the other, by a cosine, in cycles of `every` steps, of which the last is collected.
-
-    Without `steps` the rates are yours. By default ten iterates or so of the path's latter half are kept, however long
-    it gets; `start` and `every` say it exactly, or `collect(model)` does. In mean mode the model is the mean of the
-    iterates. The statistics of BatchNorm layers are the last iterate's; `predict(..., update_bn=train_loader)` computes
-    those of every sample.
+    Any optimizer trains the model, and `bayesify.Cycles` collects the iterates and chooses the learning rates:
+    the spread is that of the optimizer's own path, so the rate is a part of the method. By default three quarters of
+    the steps are yours; from there on the rate is the largest one again, and ten iterates are collected at equal
+    distances. Without `Cycles`, call `collect(model)` now and then. In mean mode the model is the mean of the iterates.
+    The statistics of BatchNorm layers are the last iterate's; `predict(..., update_bn=train_loader)` computes those of
+    every sample.
 
     Attributes:
-        steps: How many optimizer steps training takes; None leaves the learning rate alone. `BayesTrainer` knows it.
-        start: Steps before the first that counts; None is three quarters of `steps`, or 0.
-        every: Every how many steps after these an iterate is collected; None is a tenth of the rest of `steps`; with 0
-            nothing is collected but by `collect`.
-        high: The learning rate at the beginning of a cycle, over the largest one before.
-        low: The learning rate at the end of a cycle, likewise; the same as `high` for a constant rate.
         rank: K, how many of the last iterates are kept, each of the parameters' size; at least 2.
         Ninflate: The data counts as if each item were there this many times; it weakens the penalty. None is 1, or by
             the number of weights where `prior_sig` is None.
@@ -57,13 +61,8 @@ class SWAG(Tempered):
     name: ClassVar[str] = "swag"
     tempers: ClassVar[str] = "Ninflate"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
-    follows_steps: ClassVar[bool] = True
+    stages: ClassVar[type[Stages]] = Iterates
 
-    steps: int | None = None
-    start: int | None = None
-    every: int | None = None
-    high: float = 1.0
-    low: float = 1.0
     rank: int = 20
     Ninflate: float | None = None
     bias: str = "informative"
@@ -72,83 +71,13 @@ class SWAG(Tempered):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_optional("Ninflate", above=0)
-        self.check("low", least=0)
-        self.check("high", above=0)
-        if self.low > self.high:
-            raise ValueError(f"low must be at most high = {self.high!r}, got {self.low!r}")
-        for option, least in (("steps", 4), ("start", 0), ("every", 0), ("rank", 2)):
-            value = getattr(self, option)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and value >= least) and not (value is None and option != "rank"):
-                raise ValueError(f"{option} must be an integer >= {least}, got {value!r}")
-        if self.steps is not None and self.first + 2 * max(self.period, 1) > self.steps:
-            raise ValueError(
-                f"{self.steps} steps end before the second iterate, after start + 2 * every = "
-                f"{self.first + 2 * max(self.period, 1)}; take a smaller start or every, or leave them out"
-            )
-
-    @property
-    def first(self) -> int:
-        """How many steps pass before the first that counts."""
-        if self.start is not None or self.steps is None:
-            return self.start or 0
-        return min(3 * self.steps // 4, self.steps - 2)
-
-    @property
-    def period(self) -> int:
-        """Every how many steps an iterate is collected; 0 is never."""
-        if self.every is not None or self.steps is None:
-            return 1 if self.every is None else self.every
-        return max((self.steps - self.first) // CYCLES, 1)
-
-    @property
-    def latter(self) -> bool:
-        """Whether the latter half of the path so far is collected, since nobody has said how long it gets."""
-        return self.steps is None and self.start is None and self.every is None
-
-    def pace(self, step: int) -> int:
-        """Return every how many steps the latter half of a path is collected: a power of two, for ten or so of them."""
-        pace = 1
-        while step > 2 * pace * min(self.rank, CYCLES):
-            pace *= 2
-        return pace
-
-    def rate_factor(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> float | None:
-        """Return low + (high - low) (1 + cos(pi r))/2; r goes from 0 at a cycle's first step to 1 at its last.
-
-        None before `start`, and without `steps`.
-        """
-        made = max((p.steps for p in posteriors if isinstance(p, SWAGPosterior) and id(p.original) in moved), default=0)
-        if self.steps is None or made < self.first:
-            return None
-        period = max(self.period, 1)
-        r = (made - self.first) % period / max(period - 1, 1)
-        return self.low + (self.high - self.low) * (1 + math.cos(math.pi * r)) / 2
+        if not is_whole(self.rank) or self.rank < 2:
+            raise ValueError(f"rank must be an integer >= 2, got {self.rank!r}")
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without iterates at first."""
         flat = prior.is_bias and self.bias == "uninformative"
         return SWAGPosterior(param, prior, flat=flat, fixed_row=fixed_row, rank=self.rank)
-
-    def after_step(self, posteriors: Sequence[Posterior], moved: Collection[int]) -> None:
-        """Count a step for the parameters that an optimizer has moved, and collect them where it is time."""
-        for posterior in posteriors:
-            if isinstance(posterior, SWAGPosterior) and id(posterior.original) in moved:
-                posterior.steps += 1
-                since = posterior.steps - self.first
-                if self.latter:
-                    self._follow(posterior)
-                elif self.period and since > 0 and since % self.period == 0:
-                    with on_shard(posterior) as own:
-                        own.collect()
-
-    def _follow(self, posterior: "SWAGPosterior") -> None:
-        """Keep the multiples of the pace among the steps of the path's latter half."""
-        step = posterior.steps
-        pace = self.pace(step)
-        if step % pace == 0:
-            with on_shard(posterior) as own:
-                own.slide(step // pace - step // 2 // pace, slower=self.pace(step - pace) < pace)
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before the second iterate; a parameter that nobody has moved since stays a point."""
@@ -164,15 +93,12 @@ class SWAGPosterior(CollectedPosterior):
     """
 
     moments = (*CollectedPosterior.moments, "iterates")
-    results = ("steps",)
     missing = (
-        "SWAG needs two iterates; train first (beyond start + 2 * every steps where these were given), or call "
-        "bayesify.methods.swag.collect(model) now and then"
+        "SWAG needs two iterates; train with cycles = bayesify.Cycles(optimizer, model, steps=...) and cycles.step() "
+        "after every optimizer.step(), or call bayesify.methods.swag.collect(model) now and then"
     )
 
     iterates: Tensor | None
-    steps: int = 0
-    """How many optimizer steps have moved the parameter."""
 
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, rank: int) -> None:
         super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
@@ -270,20 +196,6 @@ class SWAGPosterior(CollectedPosterior):
         else:
             self.iterates[(n - 1) % self.rank] = theta
 
-    @torch.no_grad()
-    def slide(self, kept: int, *, slower: bool) -> None:
-        """Keep the present value and the iterates before it, `kept` in all; if slower, every second one of those."""
-        before = self.original.new_empty(0) if self.iterates is None else self.iterates
-        self._forget_moments()
-        self.collect()
-        if len(before) and kept > 1:
-            assert self.iterates is not None
-            before = before[(len(before) - 1) % 2 :: 2] if slower else before
-            self.iterates = torch.cat([before, self.iterates])[-kept:]
-            self.average = self.iterates.mean(0)
-            self.scatter = _squares(self.iterates, self.average)
-            self.count = torch.full_like(self.count, len(self.iterates))  # type: ignore[arg-type]
-
     # -- state -------------------------------------------------------------------------------------------------
 
     def stored(self) -> dict[str, Tensor]:
@@ -333,8 +245,7 @@ def _squares(iterates: Tensor, average: Tensor) -> Tensor:
 def collect(model: nn.Module) -> None:
     """Collect the present weights of a model of method "swag", all at once.
 
-    For schedules of your own, such as one iterate at the end of each epoch. With `every=0` nothing else collects, and
-    by default nothing else from the first call on.
+    For schedules of your own, such as one iterate at the end of each epoch, in place of `bayesify.Cycles`.
 
     Args:
         model: A model bayesified with "swag", or a module that contains one.
@@ -346,7 +257,7 @@ def collect(model: nn.Module) -> None:
         >>> import torch
         >>> from bayesify import bayesify, predict
         >>> from bayesify.methods.swag import collect
-        >>> model = bayesify(torch.nn.Linear(3, 2), "swag", every=0)
+        >>> model = bayesify(torch.nn.Linear(3, 2), "swag")
         >>> for _ in range(3):
         ...     _ = torch.nn.init.normal_(model.parametrizations.weight.original)  # an epoch
         ...     collect(model)
@@ -358,11 +269,6 @@ def collect(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no posterior of method 'swag'; call bayesify(model, 'swag') first"
         )
-    for scope in scopes_of(model):
-        if isinstance(scope.method, SWAG) and scope.method.latter:
-            scope.method = replace(scope.method, every=0)
-            for posterior in (p for p in scope.posteriors if isinstance(p, SWAGPosterior)):
-                posterior._forget_moments()
     for posterior in found:
         with on_shard(posterior) as own:
             own.collect()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import IVON, SGLD, bayesify, fit_laplace, mean, named_posteriors, penalty, unbayesify
+from bayesify import IVON, SGLD, Cycles, bayesify, fit_laplace, mean, named_posteriors, penalty, unbayesify
 
 from . import tasks
 
@@ -45,11 +45,12 @@ def train(task, method, *, member=0, point=False, sgd=False, lr=1.0, epochs=1.0,
     rounds, steps = length(task, epochs)
     begin = time.process_time()
     if method != "plain":
-        known = {"steps": steps} if method == "swag" else {}  # which has a schedule of its own
-        bayesify(model, method, **known, **(options or {}))
+        bayesify(model, method, **(options or {}))
     optimizer = optimizer_of(task, model, method, lr, count, point, sgd)
     warm = 10 if point else 1  # IVON's own, which it has where b2 is not given
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm) * (1 - step / steps))
+    if method == "swag":
+        schedule = Cycles(optimizer, model, steps=steps, before=schedule)
     order, first = torch.Generator().manual_seed(seed), None
     task.set_training(model)
     for _ in range(rounds):

@@ -27,6 +27,8 @@ from .hub import write_mixture_card
 from .loss import LossMixin, is_causal, random_state_kept
 from .members import last_checkpoint, train_members
 
+CYCLED = ("swag",)  # methods without a posterior unless `bayesify.Cycles` collects it
+
 
 class BayesTrainerMixin(LossMixin):
     """What a Trainer needs for bayesified models; put it before a Trainer class: `class Mine(BayesTrainerMixin, ...)`.
@@ -99,7 +101,7 @@ class BayesTrainerMixin(LossMixin):
         self._laplace = dict(laplace or {})
         self._evaluation: Evaluation | None = None
         self._scores: tuple[int, dict[str, float]] = 0, {}
-        self._steps_per_epoch = self._max_steps = 0
+        self._steps_per_epoch = 0
         self.members = members
         self.member: int | None = None
         if isinstance(mixture, Mixture):
@@ -117,7 +119,7 @@ class BayesTrainerMixin(LossMixin):
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """Note how many optimizer steps an epoch has."""
         values = super().set_initial_training_values(*args, **kwargs)
-        self._steps_per_epoch, self._max_steps = values[1], values[-1]
+        self._steps_per_epoch = values[1]
         return values
 
     def create_optimizer(self, *args: Any) -> Any:
@@ -141,17 +143,17 @@ class BayesTrainerMixin(LossMixin):
             groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
             self.optimizer = bayesify.IVON(model, groups, num_data=self.num_data)
         else:
-            self._tell_swag(model)
             with self._groups_for_optimizer(model):
                 super().create_optimizer(*args)
         return self.optimizer
 
-    def _tell_swag(self, model: nn.Module) -> None:
-        """Tell method "swag" how long training is, where nobody has said what to collect."""
-        for scope in scopes_of(model):
-            method: Any = scope.method
-            if method.name == "swag" and method.steps is None and method.start is None and method.every is None:
-                scope.method = replace(method, steps=self._max_steps)
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Create the scheduler of `args`, and `bayesify.Cycles` around it where the method needs cycles."""
+        given, optimizer = self.lr_scheduler, self.optimizer if optimizer is None else optimizer
+        own = super().create_scheduler(num_training_steps, optimizer)
+        if given is None and any(scope.method.name in CYCLED for scope in scopes_of(self.model)):
+            self.lr_scheduler = bayesify.Cycles(optimizer, self.model, steps=num_training_steps, before=own)
+        return self.lr_scheduler
 
     @contextmanager
     def _groups_for_optimizer(self, model: nn.Module) -> Iterator[None]:

@@ -22,10 +22,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import SGLD, bayesify, fit_laplace, mix, penalty, predict, save
+from bayesify import SGLD, Cycles, bayesify, fit_laplace, mix, penalty, predict, save
 from bayesify.core.mixture import shared_copy
 from bayesify.core.posterior import Posterior
-from bayesify.methods.cycles import Cycles
 from bayesify.prediction.batches import call_model, logits_of
 from examples.sections import write_section
 from tests.benchmarks.timing import interleave
@@ -121,7 +120,7 @@ WORKS = (
 # -- the rows ------------------------------------------------------------------------------------------------------
 
 
-def trained(work: Work, model: nn.Module, optimizer: Any = None) -> nn.Module:
+def trained(work: Work, model: nn.Module, optimizer: Any = None, cycles: Any = None) -> nn.Module:
     """Train a model on all batches, four times; by SGD with momentum unless told otherwise."""
     if optimizer is None:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
@@ -134,6 +133,8 @@ def trained(work: Work, model: nn.Module, optimizer: Any = None) -> nn.Module:
             loss = F.cross_entropy(logits_of(call_model(model, inputs)), labels)
             (loss + penalty(model, num_data) if bayesian else loss).backward()
             optimizer.step()
+            if cycles is not None:
+                cycles.step()
     return model.eval()
 
 
@@ -155,15 +156,17 @@ def last_layers(work: Work) -> nn.Module:
 
 def swag(work: Work) -> nn.Module:
     """Train one model and follow its path."""
-    return trained(work, work.bayesian(0, "swag", steps=STEPS))
+    model = work.bayesian(0, "swag")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    return trained(work, model, optimizer, Cycles(optimizer, model, steps=STEPS))
 
 
 def cycles(work: Work) -> nn.Module:
     """Run one chain through five cycles."""
     model = work.bayesian(0, "sgld", thin=1)
     chain = SGLD(model, 1e-3, num_data=work.num_data, momentum=0.9)
-    drive = Cycles(model, chain, steps=STEPS, cycles=MEMBERS, beta=0.5)
-    trained(work, model, drive)
+    drive = Cycles(chain, model, steps=STEPS, cycles=MEMBERS, beta=0.5)
+    trained(work, model, chain, drive)
     return drive.mixture().eval()
 
 

@@ -20,7 +20,7 @@ METHODS = {  # by the evidence's row: what a weight is, and how the method is us
     "ivon": ("`m + eps * s`, `s` by the optimizer", "`IVON(model, lr, num_data=N)` is the optimizer"),
     "mc_dropout": ("trained, or with probability p the prior mean", 'as `"vi"`'),
     "sgld": ("Gaussian of a Langevin chain", "`SGLD(model, lr, num_data=N)` is the optimizer"),
-    "swag": ("Gaussian of the optimizer's iterates", '`bayesify(model, "swag", steps=...)`, any optimizer'),
+    "swag": ("Gaussian of the optimizer's iterates", '`bayesify(model, "swag")`, any optimizer, `Cycles`'),
     "la": ("Gaussian by the curvature", "`fit_laplace(model, loader)` after training"),
     "vanilla": ("the trained value", "the baseline, and members of `mix`"),
 }

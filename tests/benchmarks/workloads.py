@@ -74,8 +74,6 @@ def plain_step(work: Workload):
 
 def bayesian_step(work: Workload, method: str, **options):
     """Return a closure that does one training step of a method, at its defaults unless options are given."""
-    if method == "swag":
-        options["steps"] = NUM_DATA  # longer than any measurement: no state is collected in it
     model, (x, y) = bayesify(work.model(), method, **options), work.data()
     if method == "sgld":
         optimizer = SGLD(model, 1e-3, num_data=NUM_DATA, momentum=0.5)

@@ -292,7 +292,7 @@ TABLE = (
         "swag",
         "swag",
         swag,
-        options=lambda problem: {"every": 0, "rank": 4 * WALKERS},
+        options=lambda problem: {"rank": 4 * WALKERS},
         reach=walk,
         copies=WALKERS,
     ),

@@ -16,6 +16,8 @@ from bayesify.core.method import Tempered
 from bayesify.core.moments import CollectedPosterior
 from bayesify.core.posterior import Posterior, Prior, state_dtype
 from bayesify.engine import fusion
+from bayesify.methods.cycles import Stages
+from bayesify.methods.sgld.cycles import Basins
 
 FEW = 5  # states, below which a spread is none
 FADE = 3.0  # half of the weight is on the last sixth of the states
@@ -41,6 +43,7 @@ class SGLD(Tempered):
     tempers: ClassVar[str] = "Ninflate"
     optimizer: ClassVar[str] = "SGLD"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
+    stages: ClassVar[type[Stages]] = Basins
 
     Ninflate: float | None = None
     nd: float = 1.0

@@ -22,6 +22,9 @@ from bayesify.engine import noise as noises
 from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
 from bayesify.methods.sgld import method as sgld
 
+OWN_WAY = {"noise": 1.0, "collects": True}
+"""In every group: a factor on the noise, and whether the method's own count collects; `Cycles` may change both."""
+
 
 class Chained(NamedTuple):
     """A parameter that takes noise: its posterior, its model's scope, and which of several chains that is."""
@@ -79,9 +82,9 @@ class SGLD(MethodOptimizer):
         if isinstance(lr, (list, tuple)):
             if not lr or not all(isinstance(group, dict) and "lr" in group for group in lr):
                 raise ValueError("lr must be a number or a list of groups, each with 'params' and 'lr' (param_groups)")
-            groups, defaults = list(lr), {"momentum": momentum}
+            groups, defaults = list(lr), {"momentum": momentum, **OWN_WAY}
         else:
-            groups, defaults = [{"params": list(model.parameters())}], {"lr": lr, "momentum": momentum}
+            groups, defaults = [{"params": list(model.parameters())}], {"lr": lr, "momentum": momentum, **OWN_WAY}
         super().__init__(groups, defaults)
         self.run = {"seed": shared_seed(), "step": 0}
 
@@ -101,7 +104,7 @@ class SGLD(MethodOptimizer):
         chain = self.run = {**self.run, "step": self.run["step"] + 1}
         sampled = {id(s.posterior.original): s for s in self._sampled}
         moves = [
-            self._move(param, group["lr"], group["momentum"], sampled.get(id(param)), chain)
+            self._move(param, group, sampled.get(id(param)), chain)
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
@@ -109,20 +112,21 @@ class SGLD(MethodOptimizer):
         for move in moves:
             move.step()
         for found in self._sampled:
-            if found.method.collects(chain["step"]):
+            if self.param_groups[0]["collects"] and found.method.collects(chain["step"]):
                 with on_shard(found.posterior) as own:
                     own.collect()
 
-    def _move(self, param: Tensor, lr: float, mu: float, found: Chained | None, chain: dict[str, int]) -> "Move":
+    def _move(self, param: Tensor, group: dict[str, Any], found: Chained | None, chain: dict[str, int]) -> "Move":
         """Gather what one parameter's step needs."""
         assert param.grad is not None
+        lr, mu = group["lr"], group["momentum"]
         if mu != 0 and not self.state[param]:
             self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
         velocity = self.state[param]["velocity"] if self.state.get(param) else None
         move = Move(part(param), part(param.grad), None if velocity is None else part(velocity), lr, mu)
         if found is None:
             return move
-        size = found.method.nd * math.sqrt(2 * lr * (1 - mu) * found.method.scale(self.num_data))
+        size = group["noise"] * found.method.nd * math.sqrt(2 * lr * (1 - mu) * found.method.scale(self.num_data))
         seed = (noises.mix(chain["seed"], found.scope) + chain["step"]) % 2**64
         own = part_of(found.posterior)
         return move._replace(size=size, seed=seed, key=own.key, start=own.start, fixed_row=own.fixed_row)
