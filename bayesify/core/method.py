@@ -39,6 +39,9 @@ class Method:
     stages: ClassVar[Any] = None
     """What the method does in the cycles of a training (`bayesify.methods.cycles.Stages`), if it has a use for them."""
 
+    linear: ClassVar[bool] = False
+    """Whether a regression is predicted linearly in the weights by default (`bayesify.prediction.linear`)."""
+
     fitted: ClassVar[tuple[str, ...]] = ()
     """The options that a fit finds: a state dict holds them, and whoever loads it takes them over."""
 

@@ -35,6 +35,7 @@ class MomentsPosterior(Posterior):
     """
 
     stochastic = False
+    gaussian = True
     draws_on_shards = True
     moments: ClassVar[tuple[str, ...]]
 

@@ -62,6 +62,9 @@ class Posterior(Stored):
     neutral_noise: ClassVar[float] = 0.0
     """The noise with which `theta` is the mean."""
 
+    gaussian: ClassVar[bool] = False
+    """Whether theta is Gaussian with independent elements, of standard deviation `std` around `core`."""
+
     pulls_by_hand: ClassVar[bool] = False
     """Whether a subclass gives `pullback`, and does not leave it to autograd."""
 
@@ -145,6 +148,13 @@ class Posterior(Stored):
     def own_std(self) -> Tensor:
         """The standard deviation of `theta`."""
         return torch.zeros_like(self.original)
+
+    def whitened(self, grads: Tensor) -> tuple[str, Tensor] | None:
+        """Return A^T g of gradients (N, *shape), for theta = core + A eps with eps ~ N(0, 1), and whose noise eps is.
+
+        The variance of <g, theta> is |A^T g|^2. None where theta is no such Gaussian.
+        """
+        return (self.name, grads * self.std) if self.gaussian else None
 
     @property
     def prior_mean(self) -> Tensor:

@@ -92,6 +92,7 @@ class SWAGPosterior(CollectedPosterior):
     The tensor `iterates`, (K, ...), has the last K of them.
     """
 
+    gaussian = False  # the elements' noise is shared
     moments = (*CollectedPosterior.moments, "iterates")
     missing = (
         "SWAG needs two iterates; train with cycles = bayesify.Cycles(optimizer, model, steps=...) and cycles.step() "

@@ -224,6 +224,7 @@ class VIPosterior(Posterior):
     cost: Tensor
     power: Tensor
 
+    gaussian = True
     settings = (*Posterior.settings, "link")
     drawn_with = ()
 

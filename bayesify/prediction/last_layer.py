@@ -15,7 +15,7 @@ from bayesify.prediction.targets import LabelPlaces
 
 
 class NotLastError(Exception):
-    """The layer is not the model's last: its outputs are not the model's."""
+    """There is no closed form; the message says what holds for other batches only."""
 
 
 class Passed(NamedTuple):
@@ -42,7 +42,7 @@ def passed(
         with override(scopes, mode), watching({"": head}) as calls:
             output = logits_of(call_model(model, to_device(inputs, device), to_device(target, device)))
         if len(calls) != 1 or not same_output(calls[0].output, output):
-            raise NotLastError
+            raise NotLastError("the layer with the spread is the model's last")
         with override(scopes, mode):
             target = places(batch, output)
         yield Passed(calls[0].inputs, output, target)

@@ -5,12 +5,13 @@ each time, is read once, each batch under the same pinned draws. So it is where 
 that part is then computed once per batch. The members of a mixture take turns, and their predictions are averaged.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from tqdm.auto import tqdm
@@ -27,6 +28,7 @@ from bayesify.core.wrap import check_module, scopes_of
 from bayesify.prediction.averaging import Found, average
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.last_layer import NotLastError, passed
+from bayesify.prediction.linear import Exactly, Linearized, member_of
 from bayesify.prediction.multilabel import MultilabelPredictive, MultilabelTally
 from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
@@ -56,7 +58,8 @@ def predict(
     samples: int | None = ...,
     *,
     seed: int | None = ...,
-    task: Literal["classification", "tokens"] = ...,
+    task: Literal["classification", "tokens"] | None = ...,
+    linear: bool | None = ...,
     progress: bool = ...,
     keep_samples: bool = ...,
     update_bn: Any = ...,
@@ -69,6 +72,7 @@ def predict(
     *,
     seed: int | None = ...,
     task: Literal["regression", "heteroscedastic"],
+    linear: bool | None = ...,
     progress: bool = ...,
     keep_samples: bool = ...,
     update_bn: Any = ...,
@@ -81,6 +85,7 @@ def predict(
     *,
     seed: int | None = ...,
     task: Literal["multilabel"],
+    linear: bool | None = ...,
     progress: bool = ...,
     keep_samples: bool = ...,
     update_bn: Any = ...,
@@ -91,7 +96,8 @@ def predict(
     samples: int | None = None,
     *,
     seed: int | None = None,
-    task: str = "classification",
+    task: str | None = None,
+    linear: bool | None = None,
     progress: bool = False,
     keep_samples: bool = True,
     update_bn: Any = None,
@@ -107,17 +113,21 @@ def predict(
             read parts of it by a DistributedSampler (or Accelerate, in order), each gets the prediction of the whole,
             in the data set's order; all of them have to call.
         samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
-            one pass and a closed form where a fitted "la" has spread in a linear last layer only (`num_samples` is
-            then 0, and `logits` are the mean's), else the method's `nst` samples. A mixture spreads its samples evenly
-            over the members, of which each weighs the same; None does the best for every member: a closed form, one
-            sample of a point, five of the others.
+            one pass and a closed form where a fitted "la" has spread in a linear last layer only, or is a regression
+            with few outputs (`num_samples` is then 0, and `logits` are the mean's), else the method's `nst` samples. A
+            mixture spreads its samples evenly over the members, of which each weighs the same; None does the best for
+            every member: a closed form, one sample of a point, five of the others.
         seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
             where there is anything to sample.
-        task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. The
-            classes are the last dimension of outputs (N, K) and (N, T, K), as token classifiers give them, and the
-            second of outputs with more dimensions, as segmentation gives them. In a regression the noise is that of
-            `fit_laplace`, if it found one, or what the prediction's `with_noise` is told; "heteroscedastic" outputs
-            are means and log variances, in halves of the last dimension.
+        task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. None
+            is that of the fit, or else "classification". The classes are the last dimension of outputs (N, K) and
+            (N, T, K), as token classifiers give them, and the second of outputs with more dimensions, as segmentation
+            gives them. In a regression the noise is that of `fit_laplace`, if it found one, or what the prediction's
+            `with_noise` is told; "heteroscedastic" outputs are means and log variances, in halves of the last
+            dimension.
+        linear: Whether to read the model linearly in its weights, f(x, m) + J(x) (theta - m), with the derivative by
+            `torch.func.jvp`; where there are few outputs and `samples` is None, in closed form. None does so for a
+            regression that `fit_laplace` fitted, whose Gaussian belongs to that linear model.
         progress: Whether to show a progress bar.
         keep_samples: Whether to keep the outputs of every sample; False needs less memory.
         update_bn: Training data, as `data`, from which the statistics of BatchNorm layers are computed for every sample
@@ -137,7 +147,9 @@ def predict(
         >>> predict(model, torch.ones(4, 3), samples=5, seed=0)
         Predictive(4 examples, 2 classes, 5 samples)
     """
-    if task not in TALLIES:
+    if linear not in (None, True, False):
+        raise ValueError(f"linear must be True, False or None, got {linear!r}")
+    if task is not None and task not in TALLIES:
         raise ValueError(f"task must be one of {list(TALLIES)}, got {task!r}")
     if samples is not None and (not is_whole(samples) or samples < 0):
         got = f"a {type(samples).__name__}; labels go with the data, [(inputs, labels)]"
@@ -150,10 +162,12 @@ def predict(
         batches = list(batches)  # the members take their turns on the same data
     if update_bn is None:
         warn_where_stale(model, scopes)
+    elif linear:
+        raise ValueError("linear=True reads the model at its mean, whose statistics it keeps; leave out update_bn")
     else:
         update_bn = as_batches(update_bn)
         update_bn = list(update_bn) if isinstance(update_bn, Iterator) else update_bn
-    run = Run(model, scopes, task, keep_samples, progress, update_bn)
+    run = Run(model, scopes, task or _task_of(scopes), keep_samples, progress, update_bn, linear)
     exact: dict[int, Found] = {}
     for member in members if samples is None else ():
         found, batches = run.in_closed_form(member, batches)
@@ -196,9 +210,36 @@ class Run(NamedTuple):
     keep: bool
     progress: bool
     update_bn: Iterable[Any] | None
+    linear: bool | None
+
+    def reads_linearly(self, member: Member) -> bool:
+        """Return whether a member is read linearly: as asked, or in a regression where the method says so."""
+        if self.update_bn is not None or not any(p.moves for scope in member.scopes for p in scope.posteriors):
+            return False
+        wanted = self.task == "regression" and all(scope.method.linear for scope in member.scopes)
+        return wanted if self.linear is None else self.linear
+
+    def linearly(self, member: Member, batches: Iterable[Any], seeds: list[int]) -> Found:
+        """Average over the linear model's outputs for the draws of these seeds, in one reading of the data."""
+        reader = Linearized(member_of(self.model, member.number), member.scopes)
+        directions = [reader.directions(Mode(draw=Draw(s, pinned=True), member=member.number)) for s in seeds]
+        tally, device = TALLIES[self.task](keep=self.keep), device_of(self.model)
+        labels, places = list[Any](), LabelPlaces(reader.plain)
+        with torch.no_grad(), _bar(batches, 1, self.progress) as bar:
+            for i, batch in enumerate(batches):
+                outputs = reader.outputs(*split_batch(to_device(batch, device)), directions)
+                for sample, output in enumerate(outputs):
+                    tally.add(sample, i, output)
+                labels.append(places(batch, outputs[0]))
+                bar.update()
+        if not labels:
+            raise ValueError("the data has no batches; pass a non-empty loader or tensor")
+        return _with_noise(tally.finish(len(seeds), labels), member.scopes, self.task)
 
     def sampled(self, member: Member, batches: Iterable[Any], seeds: list[int]) -> Found:
         """Average over the draws of these seeds; without any, use the mean."""
+        if seeds and self.reads_linearly(member):
+            return self.linearly(member, batches, seeds)
         model, tally = self.model, TALLIES[self.task](keep=self.keep)
         modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=member.number) for s in seeds] or [MEAN]
         labels: dict[int, Any] = {}
@@ -236,31 +277,49 @@ class Run(NamedTuple):
 
     def in_closed_form(self, member: Member, batches: Iterable[Any]) -> tuple[Found | None, Iterable[Any]]:
         """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning."""
+        for way in self.closed_forms(member):
+            for scope in self.scopes:
+                scope.method.check_ready(scope.posteriors)
+            tally, source = TALLIES[self.task](keep=self.keep), iter(batches)
+            labels: list[Any] = []
+            assert isinstance(tally, Exact)
+            first = next(source, None)
+            if first is None:
+                raise ValueError("the data has no batches; pass a non-empty loader or tensor")
+            mode = MEAN._replace(member=member.number)
+            try:
+                with evaluation(self.model), self.statistics(mode), _bar(batches, 1, self.progress) as bar:
+                    for i, (output, logits, target) in enumerate(way(chain([first], source))):
+                        tally.add_gaussian(i, logits, output)
+                        labels.append(target)
+                        bar.update()
+                return _with_noise(tally.finish(0, labels, closed_form=True), member.scopes, self.task), batches
+            except NotLastError as error:
+                if labels:
+                    raise ValueError(f"{error}, not for all batches; give samples=, a number of samples") from None
+                batches = chain([first], source) if source is batches else batches
+        return None, batches
+
+    def closed_forms(self, member: Member) -> Iterator[Callable[[Iterable[Any]], Iterator[Exactly]]]:
+        """Yield the ways to predict without samples that may do: for a last layer, then for a linear reading.
+
+        Each turns batches into outputs in mean mode, their distributions and the labels, or raises a NotLastError.
+        """
+        kind, mode = TALLIES[self.task], MEAN._replace(member=member.number)
         form = member.scopes[0].method.closed_form(member.scopes[0]) if len(member.scopes) == 1 else None
-        tally = TALLIES[self.task](keep=self.keep)
-        if form is None or not isinstance(tally, Exact) or isinstance(tally, HeteroscedasticTally):
-            return None, batches
-        for scope in self.scopes:
-            scope.method.check_ready(scope.posteriors)
-        labels: list[Any] = []
-        source = iter(batches)
-        first = next(source, None)
-        if first is None:
-            raise ValueError("the data has no batches; pass a non-empty loader or tensor")
-        mode = MEAN._replace(member=member.number)
-        try:
-            with evaluation(self.model), self.statistics(mode), _bar(batches, 1, self.progress) as bar:
-                for i, one in enumerate(passed(self.model, self.scopes, form.head, chain([first], source), mode)):
-                    tally.add_gaussian(i, form.logits(one.features, one.output), one.output)
-                    labels.append(one.target)
-                    bar.update()
-        except NotLastError:
-            if labels:
-                raise ValueError(
-                    "the model's last layer is not the same for all batches; give samples=, a number of samples"
-                ) from None
-            return None, chain([first], source) if source is batches else batches
-        return _with_noise(tally.finish(0, labels, closed_form=True), member.scopes, self.task), batches
+        if form is not None and kind in (ClassificationTally, RegressionTally):
+            yield lambda batches: (
+                (one.output, form.logits(one.features, one.output), one.target)
+                for one in passed(self.model, self.scopes, form.head, batches, mode)
+            )
+        if self.reads_linearly(member) and kind is RegressionTally:
+            yield Linearized(member_of(self.model, member.number), member.scopes).gaussians
+
+
+def _task_of(scopes: list[Scope]) -> str:
+    """Return the task that a fit was for, or "classification"."""
+    found = next((name for scope in scopes if (name := getattr(scope.method, "likelihood", None))), None)
+    return found if found in TALLIES else "classification"
 
 
 def _with_noise(found: Found, scopes: list[Scope], task: str) -> Found:

@@ -58,6 +58,7 @@ class IVONPosterior(Posterior):
     The tensor `h` is there once an optimizer is; before it s is `init_sig`.
     """
 
+    gaussian = True
     kept = (*Posterior.kept, "h")
     draws_on_shards = True  # one theta per optimizer step, on all processes
     results = ("strength",)

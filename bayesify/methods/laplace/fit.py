@@ -100,7 +100,7 @@ def fit_laplace(
     noise_var = found.noise_var if isinstance(found, Regression) else None
     for scope in scopes_of(model):
         if isinstance(scope.method, Laplace):
-            scope.method = replace(scope.method, noise_var=noise_var)
+            scope.method = replace(scope.method, noise_var=noise_var, likelihood=found.name)
     return model
 
 

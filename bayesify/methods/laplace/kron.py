@@ -75,6 +75,14 @@ class Kron(NamedTuple):
         """Return left (sqrt(v) * eps) right^T, of (rows, columns)."""
         return _between(self.left, noise.to(self.left_values.dtype) * self.variances(ridge).sqrt_(), self.right)
 
+    def pull(self, grads: Tensor, ridge: float) -> Tensor:
+        """Return sqrt(v) * (left^T g right) of each of several gradients: the transpose of `draw`."""
+        rows = len(self.left_values if self.left is None else self.left)
+        g = grads.to(self.left_values.dtype).reshape(len(grads), rows, -1)
+        g = g if self.left is None else self.left.T @ g
+        g = g if self.right is None else g @ self.right
+        return g * self.variances(ridge).sqrt_()
+
     def rows(self, left: slice | None, right: slice | None) -> "Kron":
         """Keep some rows of the eigenvectors: the part of one of several parameters."""
         own_left = self.left if left is None or self.left is None else self.left[left].contiguous()

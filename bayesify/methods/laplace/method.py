@@ -35,17 +35,20 @@ class Laplace(Tempered):
         bias: "informative" treats biases as the weights; "uninformative" gives them a flat prior.
         nst: Samples at prediction.
         noise_var: The variance of a regression's noise, which every `fit_laplace` sets; None where there is none.
+        likelihood: The name of the likelihood of the last `fit_laplace`, which is the task that `predict` is for.
     """
 
     name: ClassVar[str] = "la"
     tempers: ClassVar[str] = "Ninflate"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
-    fitted: ClassVar[tuple[str, ...]] = ("noise_var",)
+    linear: ClassVar[bool] = True
+    fitted: ClassVar[tuple[str, ...]] = ("noise_var", "likelihood")
 
     Ninflate: float | None = None
     damping: float = 0.0
     bias: str = "informative"
     noise_var: float | None = None
+    likelihood: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +56,8 @@ class Laplace(Tempered):
         self.check("damping", least=0)
         if self.noise_var is not None:
             self.check("noise_var", above=0)
+        if self.likelihood is not None and not isinstance(self.likelihood, str):
+            raise TypeError(f"likelihood must be a name, which fit_laplace sets, got {self.likelihood!r}")
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without variances at first."""
@@ -201,6 +206,13 @@ class LaplacePosterior(MomentsPosterior):
             "" if points == 0 else "no variance" if points == self.shape.numel() else f"{points} without variance",
         )
         return ", ".join(n for n in notes if n)
+
+    def whitened(self, grads: Tensor) -> tuple[str, Tensor] | None:
+        """Return sqrt(v) * (left^T g right), in the eigenbases where there are some."""
+        kron = self.kron
+        if kron is None:
+            return super().whitened(grads)
+        return self.partner or self.name, kron.pull(grads, self.ridge) * self.calibration
 
     def stream(self, seed: int) -> Stream:
         """Return where the noise comes from: weight and bias of a Kronecker-factored layer share one matrix."""
