@@ -108,7 +108,7 @@ def generate(model: Any, *, samples: int = 8, seed: int | None = None, **inputs:
     if "inputs" in inputs:
         inputs[plain.main_input_name] = inputs.pop("inputs")
     thetas = PinnedSamples(model, samples, seed)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         options = {**inputs, "return_dict_in_generate": False}
         members: list[Any] = list(mixture.members) if mixture else [model]
         made = [members[i % len(members)].generate(**options) for i in thetas]
@@ -211,7 +211,7 @@ def _pad_id(model: Any, inputs: dict[str, Any]) -> int:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode; the training flags are as before afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
