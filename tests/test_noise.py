@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bayesify.engine import fusion
 from bayesify.engine import noise as noises
-from bayesify.engine.noise import BLOCK, HALF, Stream, drop_bound, mix, name_key, threefry, words_of
+from bayesify.engine.generator import BLOCK, HALF, drop_bound, mix, name_key, normal_pair, threefry, words_of
+from bayesify.engine.noise import Stream
 
 LONG = 128 * BLOCK + 5
 
@@ -31,7 +31,7 @@ def assert_within(value: float, exact: float, standard_error: float) -> None:
 @pytest.fixture
 def torch_only(monkeypatch):
     """Leave the noise to its definition, as if nothing were compiled."""
-    monkeypatch.setattr(fusion, "ready", lambda: False)
+    monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
 
 
 # -- the generator -----------------------------------------------------------------------------------------------------
@@ -48,11 +48,15 @@ KNOWN = [  # rounds, counter, key, result: the vectors that the authors of the g
 ]
 
 
-@pytest.mark.parametrize("kind", [int, torch.tensor])
+def as_int32(word: int) -> torch.Tensor:
+    return torch.tensor(word - ((word >> 31) << 32), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor, as_int32])
 @pytest.mark.parametrize(("rounds", "counter", "key", "result"), KNOWN)
 def test_threefry_gives_the_published_numbers(rounds, counter, key, result, kind):
     found = threefry(tuple(map(kind, key)), tuple(map(kind, counter)), rounds)
-    assert tuple(map(int, found)) == result
+    assert tuple(int(word) % 2**32 for word in found) == result
 
 
 def test_words_come_from_the_counter_of_their_pair():
@@ -73,26 +77,25 @@ def test_counters_beyond_32_bits_have_a_second_word():
     wanted = threefry(secret, words_of(counter))[0]
     assert int(stream(1, start=start).words()[0]) == wanted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fusion, "ready", lambda: False)
+        patch.setenv("BAYESIFY_ENGINE", "torch")
         assert int(stream(1, start=start).words()[0]) == wanted
 
 
 def test_normal_is_box_and_muller():
     """In float64, from the words: sqrt(-2 log u) (+-cos(pi t), sin(pi t))."""
-    s = stream(BLOCK, dtype=torch.float64)
-    x, (w0, w1) = s.normal(), s._counted()
-    u = (w0[:HALF] | 1).float().double() / 2**32
-    t = (w1[:HALF] - (w1[:HALF] >> 31) * 2**32).float().double() / 2**32
+    x, words = normal(BLOCK, dtype=torch.float64), stream(BLOCK).words()
+    w0, w1 = words[:HALF], words[HALF:]
+    u = (w0 | 1).float().double() / 2**32
+    t = (w1 - (w1 >> 31) * 2**32).float().double() / 2**32
     r = (-2 * u.log()).sqrt()
-    torch.testing.assert_close(x[:HALF], r * torch.cos(math.pi * t) * (1 - 2 * (w1[:HALF] & 1)), rtol=0, atol=3e-7)
+    torch.testing.assert_close(x[:HALF], r * torch.cos(math.pi * t) * (1 - 2 * (w1 & 1)), rtol=0, atol=3e-7)
     torch.testing.assert_close(x[HALF:], r * torch.sin(math.pi * t), rtol=0, atol=3e-7)
 
 
 def test_the_largest_and_the_smallest_words_give_finite_numbers():
     words = torch.tensor([0, 1, 2, (1 << 31) - 1, 1 << 31, (1 << 32) - 2, (1 << 32) - 1])
-    w0, w1 = (x.flatten() for x in torch.meshgrid(words, words, indexing="ij"))
-    for second in (False, True):
-        x = noises._normal((w0, w1), torch.full(w0.shape, second), torch.float32)
+    pair = tuple(x.flatten() for x in torch.meshgrid(words, words, indexing="ij"))
+    for x in normal_pair(pair, torch.float32):
         assert torch.isfinite(x).all()
         assert float(x.abs().max()) <= math.sqrt(2 * 32 * math.log(2)) * (1 + 1e-6)
 
@@ -229,7 +232,7 @@ def test_a_shard_has_the_numbers_of_the_whole_by_definition(torch_only):
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-6), (torch.float64, 4e-15)])
 def test_compiled_loops_compute_the_definition(n, dtype, atol, monkeypatch):
     compiled, words = normal(n, seed=3, dtype=dtype), stream(n, seed=3).words()
-    monkeypatch.setattr(fusion, "ready", lambda: False)
+    monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
     torch.testing.assert_close(normal(n, seed=3, dtype=dtype), compiled, rtol=0, atol=atol)
     assert torch.equal(stream(n, seed=3).words(), words)
 
@@ -268,6 +271,19 @@ def test_every_size_is_filled(n: int):
     assert torch.isfinite(normal(n)).all()
     assert torch.equal(normal(n), normal(LONG)[:n])
     assert stream(n).keep_mask(0.5).shape == (n,)
+
+
+def test_each_call_has_numbers_of_its_own():
+    """The first those of the key; and again the same ones from a stream that is made again."""
+    s = stream(LONG)
+    first, second = s.uniform(), s.uniform()
+    assert torch.equal(first, stream(LONG).uniform())
+    assert_uncorrelated(first * math.sqrt(3), second * math.sqrt(3))
+    again = stream(LONG)
+    assert torch.equal(again.uniform(), first) and torch.equal(again.uniform(), second)
+    as_tensors = Stream(torch.tensor(0), torch.tensor(noises.signed(s.key)), (LONG,))
+    as_tensors.normal()
+    assert torch.equal(as_tensors.uniform(), second)
 
 
 # -- keys and seeds ----------------------------------------------------------------------------------------------------

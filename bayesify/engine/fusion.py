@@ -86,7 +86,7 @@ def run(
     if p_drop is None:
         _noisy("normal", element, stream, 0, ins, outs, par)
     else:
-        from bayesify.engine.noise import drop_bound
+        from bayesify.engine.generator import drop_bound
 
         _noisy("mask", element, stream, drop_bound(p_drop), ins, outs, par)
 

@@ -25,7 +25,8 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 from numba.extending import intrinsic, overload, register_jitable
 
-from bayesify.engine import elements, noise
+from bayesify.engine import elements
+from bayesify.engine import generator as noise
 from bayesify.engine.naming import name_alone
 
 KEEPS = name_alone()  # loops on disk: not where their names might be those of others
