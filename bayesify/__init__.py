@@ -16,6 +16,7 @@ from bayesify.methods.sgld.optimizer import SGLD
 from bayesify.prediction import active
 from bayesify.prediction.calibrate import calibrate
 from bayesify.prediction.deploy import deploy
+from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
@@ -34,6 +35,7 @@ __all__ = [
     "deploy",
     "diagnostics",
     "fit_laplace",
+    "fit_novelty",
     "load",
     "mean",
     "methods",

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from bayesify.core.inspecting import inspect_file
 from bayesify.prediction.predictive import Predictive
 from bayesify.quality import plots
 
+KEPT = ("logits", "labels", "novelty", "novelty_pvalue")  # tensors of a prediction that may be missing
 OUR_ERRORS = (ValueError, TypeError, ImportError, OSError)
 
 
@@ -141,7 +143,7 @@ def read_prediction(path: Path) -> Predictive:
             f"{entropies.shape} and {probs.shape}; call plots.report(out, page) where other predictions were made"
         )
     # A closed form is not the softmax of its logits, which are the mean's.
-    kept = {name: torch.from_numpy(content[name]) if name in content else None for name in ("logits", "labels")}
+    kept: dict[str, Any] = {name: torch.from_numpy(content[name]) if name in content else None for name in KEPT}
     samples = 0 if kept["logits"] is None else len(kept["logits"])
     return Predictive(
         log_probs=torch.from_numpy(probs).double().clamp_min(np.finfo(np.float64).tiny).log(),

@@ -19,11 +19,12 @@ class NotLastError(Exception):
 
 
 class Passed(NamedTuple):
-    """A batch after its pass: the last layer's inputs, the model's outputs, and the labels."""
+    """A batch after its pass: the last layer's inputs, the model's outputs, the labels and the model's inputs."""
 
     features: Tensor
     output: Tensor
     target: Any
+    inputs: Any
 
 
 def passed(
@@ -45,7 +46,7 @@ def passed(
             raise NotLastError("the layer with the spread is the model's last")
         with override(scopes, mode):
             target = places(batch, output)
-        yield Passed(calls[0].inputs, output, target)
+        yield Passed(calls[0].inputs, output, target, inputs)
 
 
 def same_output(found: Any, output: Tensor) -> bool:

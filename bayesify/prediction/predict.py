@@ -6,8 +6,9 @@ that part is then computed once per batch. The members of a mixture take turns, 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, overload
 
@@ -27,9 +28,10 @@ from bayesify.core.seeds import draw_seeds, is_whole
 from bayesify.core.wrap import check_module, scopes_of
 from bayesify.prediction.averaging import Found, average
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
-from bayesify.prediction.last_layer import NotLastError, passed
+from bayesify.prediction.last_layer import Call, NotLastError, passed
 from bayesify.prediction.linear import Exactly, Linearized, member_of
 from bayesify.prediction.multilabel import MultilabelPredictive, MultilabelTally
+from bayesify.prediction.novelty import Watch
 from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
@@ -167,7 +169,10 @@ def predict(
     else:
         update_bn = as_batches(update_bn)
         update_bn = list(update_bn) if isinstance(update_bn, Iterator) else update_bn
-    run = Run(model, scopes, task or _task_of(scopes), keep_samples, progress, update_bn, linear)
+    watch = Watch.of(model)
+    if watch is not None and not rereadable(batches):
+        batches = watch.follow(batches)
+    run = Run(model, scopes, task or _task_of(scopes), keep_samples, progress, update_bn, linear, watch)
     exact: dict[int, Found] = {}
     for member in members if samples is None else ():
         found, batches = run.in_closed_form(member, batches)
@@ -181,6 +186,8 @@ def predict(
         if m.number in exact or count or len(members) == 1
     ]
     found = replace(average(parts), method=_methods(members))
+    if watch is not None:
+        found = watch.judged(found, batches if rereadable(batches) else ())
     return found if places is None else together(found, places)
 
 
@@ -211,6 +218,7 @@ class Run(NamedTuple):
     progress: bool
     update_bn: Iterable[Any] | None
     linear: bool | None
+    watch: Watch | None
 
     def reads_linearly(self, member: Member) -> bool:
         """Return whether a member is read linearly: as asked, or in a regression where the method says so."""
@@ -256,10 +264,12 @@ class Run(NamedTuple):
                 with self.statistics(together[0]):
                     for sample, batch_index, batch, mode in _turns(batches, together, memory):
                         inputs, target = split_batch(batch)
-                        with override(self.scopes, mode):
+                        with override(self.scopes, mode), self.watched(model, member, mode) as calls:
                             output = call_model(model, to_device(inputs, device), to_device(target, device))
                             if batch_index not in labels:
                                 labels[batch_index] = places(batch, output)
+                        if calls is not None and self.watch is not None:
+                            self.watch.take(batch_index, calls, inputs, output)
                         tally.add(first + sample, batch_index, logits_of(output))
                         bar.update()
         if not labels:
@@ -308,12 +318,24 @@ class Run(NamedTuple):
         kind, mode = TALLIES[self.task], MEAN._replace(member=member.number)
         form = member.scopes[0].method.closed_form(member.scopes[0]) if len(member.scopes) == 1 else None
         if form is not None and kind in (ClassificationTally, RegressionTally):
-            yield lambda batches: (
-                (one.output, form.logits(one.features, one.output), one.target)
-                for one in passed(self.model, self.scopes, form.head, batches, mode)
-            )
+            yield partial(self.by_last_layer, member, form, mode)
         if self.reads_linearly(member) and kind is RegressionTally:
             yield Linearized(member_of(self.model, member.number), member.scopes).gaussians
+
+
+    def by_last_layer(self, member: Member, form: Any, mode: Mode, batches: Iterable[Any]) -> Iterator[Exactly]:
+        """Yield outputs, distributions and labels where the last layer alone has a spread."""
+        with self.watched(self.model, member, MEAN) as calls:
+            for i, one in enumerate(passed(self.model, self.scopes, form.head, batches, mode)):
+                if calls is not None and self.watch is not None:
+                    self.watch.take(i, calls, one.inputs, one.output)
+                yield one.output, form.logits(one.features, one.output), one.target
+
+    def watched(self, model: nn.Module, member: Member, mode: Mode) -> AbstractContextManager[list[Call] | None]:
+        """Note what novelty is read from, where a forward is one at the mean; else return None."""
+        if self.watch is None or mode is not MEAN or member.number or self.update_bn is not None:
+            return nullcontext()
+        return self.watch.noting(model)
 
 
 def _task_of(scopes: list[Scope]) -> str:

@@ -8,14 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesify.prediction.novelty import Judged
 from bayesify.prediction.pieces import join, join_labels, one_of, stack_samples
 
 
 @dataclass(frozen=True, eq=False)
-class Probabilities:
+class Probabilities(Judged):
     """The average p = 1/S sum_s p_s of categorical distributions; the subclasses say what their categories are."""
 
-    _arrays: ClassVar[tuple[str, ...]] = ("entropy", "expected_entropy", "mutual_information", "logits", "labels")
+    _arrays: ClassVar[tuple[str, ...]] = (
+        "entropy", "expected_entropy", "mutual_information", "logits", "labels", "novelty", "novelty_pvalue",
+    )  # fmt: skip
 
     log_probs: Tensor
     expected_entropy: Tensor
@@ -45,6 +48,7 @@ class Probabilities:
             expected_entropy=self.expected_entropy[index],
             logits=None if self.logits is None else self.logits[:, index],
             labels=None if self.labels is None else self.labels[index],
+            **self.judged_at(index),
         )
 
     def __array__(self, *about: Any, **more: Any) -> NoReturn:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.novelty import Judged
 from bayesify.prediction.pieces import in_full, join, join_labels, one_of, said, stack_samples
 from bayesify.prediction.showing import frame, shown
 from bayesify.prediction.targets import mean_and_log_var, values_like
@@ -23,7 +24,7 @@ LEVEL = 0.95
 
 
 @dataclass(frozen=True, eq=False)
-class RegressionPredictive:
+class RegressionPredictive(Judged):
     """The prediction p(y|x) = 1/S sum_s N(y; f_s(x), v_s(x)) of a regression model.
 
     Intervals and scores are those of this mixture. Where the outputs of the samples were not kept, or mean and spread
@@ -142,11 +143,12 @@ class RegressionPredictive:
             outputs=None if self.outputs is None else self.outputs[:, index],
             noise_var=None if self.noise_var is None else self.noise_var[:, index],
             labels=None if self.labels is None else self.labels[index],
+            **self.judged_at(index),
         )
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the arrays by name."""
-        names = ("mean", "std", "epistemic", "aleatoric", "outputs", "labels")
+        names = ("mean", "std", "epistemic", "aleatoric", "outputs", "labels", "novelty", "novelty_pvalue")
         arrays = {name: getattr(self, name) for name in names}
         return {name: value.numpy() for name, value in arrays.items() if value is not None}
 

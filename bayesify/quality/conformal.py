@@ -118,3 +118,16 @@ def kind_of(quantile: float, kind: str | None, kinds: tuple[str, ...]) -> str:
             f"the quantile is one of {found!r} scores, which does not fit; make one with conformal_quantile"
         )
     return str(found)
+
+
+def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
+    """Return (1 + #{held-out >= score}) / (n + 1) for each score.
+
+    A new example of the held-out data's source has a value of at most a with a probability of at most a.
+
+    Args:
+        scores: Larger is stranger, (N,).
+        held_out: The sorted scores of n examples that nothing else was fitted on.
+    """
+    below = torch.searchsorted(held_out, scores.contiguous())
+    return (1.0 + len(held_out) - below).double() / (len(held_out) + 1)

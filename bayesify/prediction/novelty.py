@@ -1,0 +1,375 @@
+"""How strange an input is: a distance in a network's features, and a p-value with a false-alarm rate that holds.
+
+`fit_novelty` reads the features of known data in one pass and keeps a few statistics of them, `model.novelty`. Then
+`predict` gives every input a score and its conformal p-value: the share of held-out data that is at least as strange.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from bayesify.core.evaluating import evaluation
+from bayesify.core.selection import plain_tensors
+from bayesify.core.wrap import check_module
+from bayesify.prediction.batches import as_batches, split_batch
+from bayesify.prediction.features import Reader, host_of, posteriors_of
+from bayesify.prediction.last_layer import Call
+from bayesify.quality.conformal import conformal_pvalues
+from bayesify.quality.distances import Moments, Reference
+
+PLACES = ("mean",)
+ATTRIBUTE = "novelty"
+SET_ASIDE = 0.2  # of the loader, where there is no held-out data
+MOST_HELD_OUT = 2000  # rows that are set aside at most
+SCALING = 0.1  # of the held-out data: finds the scales of distance and entropy
+FEW = 5  # rows, which find no scale
+PROBED = 64  # elements of each tensor by which a change of the weights is seen
+
+CHANGED = 1e-6  # relative
+
+M = TypeVar("M", bound=nn.Module)
+J = TypeVar("J", bound="Judged")
+
+
+@dataclass(eq=False)
+class Novelty:
+    """What `fit_novelty` found about known data; `model.novelty`.
+
+    Attributes:
+        layer: The layer whose inputs are the features; of a Hugging Face model, the one whose outputs are.
+        at: Whether features are those of the posterior's "mean" or of its "prior" mean.
+        reference: The statistics of the features that the distance d is measured with.
+        held_out: The sorted novelty of held-out data, (n,).
+        scales: The standard deviations of d and of the entropy H of the mean's probabilities. Novelty is
+            d/scales[0] + H/scales[1]; where the model is no classifier, there is one scale and no entropy.
+        false_alarms: The false-alarm rate of `alarm()`.
+        weights: A number that changes with the posterior mean, which the statistics belong to.
+    """
+
+    layer: str
+    at: str
+    reference: Reference
+    held_out: Tensor
+    scales: tuple[float, ...]
+    false_alarms: float
+    weights: float
+
+    def score(self, features: Tensor, entropy: Tensor | None = None) -> Tensor:
+        """Return the novelty of features, (N, D), and of the mean's entropies, (N,)."""
+        scores = self.reference.score(features) / self.scales[0]
+        return scores if entropy is None or len(self.scales) == 1 else scores + entropy.to(scores) / self.scales[1]
+
+    def pvalue(self, scores: Tensor) -> Tensor:
+        """Return (1 + #{held-out >= score}) / (n + 1)."""
+        return conformal_pvalues(scores, self.held_out)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers and texts that `from_state_dict` understands, for `torch.save`."""
+        kept = {f"reference.{name}": value for name, value in vars(self.reference).items() if value is not None}
+        return kept | {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reference"}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "Novelty":
+        """Return what `state_dict` was taken of; `model.novelty = Novelty.from_state_dict(state)` puts it back."""
+        inner = {name.removeprefix("reference."): v for name, v in state.items() if name.startswith("reference.")}
+        own = {name: v for name, v in state.items() if not name.startswith("reference.")}
+        return cls(**(own | {"reference": Reference(**inner), "scales": tuple(own["scales"])}))
+
+    def __repr__(self) -> str:
+        return (
+            f"Novelty({self.reference.kind} in {len(self.reference.center)} features of {self.layer!r} at the "
+            f"{self.at}, {len(self.held_out)} held-out examples, {self.false_alarms:.3g} false alarms)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """What every prediction has of a model with `fit_novelty`.
+
+    Attributes:
+        novelty: How strange each example is, (N,); None for a model without `fit_novelty`.
+        novelty_pvalue: The share of held-out in-distribution data that is at least as strange, (N,).
+        false_alarms: The default false-alarm rate of `alarm`.
+    """
+
+    novelty: Tensor | None = field(default=None, kw_only=True)
+    novelty_pvalue: Tensor | None = field(default=None, kw_only=True)
+    false_alarms: float = field(default=0.05, kw_only=True)
+
+    def judged_at(self, index: Any) -> dict[str, Any]:
+        """Return the novelty of some of the examples."""
+        kept = {"novelty": self.novelty, "novelty_pvalue": self.novelty_pvalue}
+        return {name: None if value is None else value[index] for name, value in kept.items()}
+
+    def alarm(self, false_alarms: float | None = None) -> Tensor:
+        """Return which examples are too strange, Booleans (N,).
+
+        Args:
+            false_alarms: The share of in-distribution examples that may be flagged; None is what `fit_novelty` was
+                told.
+
+        Raises:
+            ValueError: The model has no `fit_novelty`, or the share is out of range.
+        """
+        level = self.false_alarms if false_alarms is None else false_alarms
+        check_share(level)
+        if self.novelty_pvalue is None:
+            raise ValueError("the prediction has no novelty; call fit_novelty(model, train_loader) before predict")
+        return self.novelty_pvalue <= level
+
+
+def check_share(value: float) -> None:
+    """Raise unless a false-alarm rate is between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"false_alarms must be between 0 and 1, got {value}; 0.05 is one in twenty")
+
+
+def fit_novelty(
+    model: M,
+    loader: Any,
+    *,
+    layer: str | None = None,
+    at: str | None = None,
+    held_out: Any = None,
+    false_alarms: float = 0.05,
+    seed: int = 0,
+    progress: bool = False,
+) -> M:
+    """Learn what known inputs look like, so that `predict` tells how strange new ones are.
+
+    Args:
+        model: Any model, bayesified or plain; of a mixture the first member.
+        loader: Batches of known data as `predict` takes them, such as the training data; read once. With integer
+            labels, one for each example, every class has a mean of its own, and the entropy of the prediction counts.
+        layer: The name of a layer whose inputs are the features. None takes the inputs of the last linear layer; of a
+            Hugging Face model the last hidden state, averaged over the tokens that the attention mask shows.
+        at: "mean" takes the features of the trained network; "prior" those of the prior mean, such as the pretrained
+            weights, by a forward pass of its own. None is "prior" where that is another network, else "mean".
+        held_out: Batches of known data that the model was not trained on, for the p-values. None sets a fifth of the
+            loader aside, 2,000 examples at most.
+        false_alarms: The false-alarm rate of `alarm()`; at least 1/(n + 1) for n held-out examples.
+        seed: Which examples are set aside.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The same model, with the attribute `novelty`.
+
+    Raises:
+        ValueError: An argument is out of range, the layer is not found, there are too few held-out examples, or
+            at="prior" finds no prior mean that differs from the trained weights.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import fit_novelty, predict
+        >>> x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+        >>> model = fit_novelty(torch.nn.Linear(3, 2), x[:60], held_out=x[60:])
+        >>> predict(model, torch.tensor([[0.1, 0.2, 0.3], [40.0, -70.0, 0.0]])).alarm().shape
+        torch.Size([2])
+    """
+    check_module(model)
+    check_share(false_alarms)
+    if at not in (None, *PLACES):
+        raise ValueError(f"at must be one of {list(PLACES)}, or None, got {at!r}")
+    batches, first = _peeked(loader)
+    reader = Reader(model, host_of(model), layer)
+    reader.find(first)
+    moments, held, generator = Moments(), Rows(), torch.Generator().manual_seed(seed)
+    with evaluation(model):
+        for inputs, target in _pairs(batches, progress):
+            z, output = reader.features(inputs, target)
+            labels = _classes(target)
+            keys = torch.rand(len(z), generator=generator) if held_out is None else torch.ones(len(z))
+            some = (keys < SET_ASIDE).nonzero().squeeze(1)
+            if len(some):
+                entropy = reader.entropy(inputs, target, output, some) if labels is not None else None
+                moments.add(*held.add(z[some], entropy, keys[some], None if labels is None else labels[some]))
+            moments.add(z[keys >= SET_ASIDE], None if labels is None else labels[keys >= SET_ASIDE])
+        classifies = moments.classes > 1
+        for inputs, target in _pairs(() if held_out is None else as_batches(held_out), progress):
+            z, output = reader.features(inputs, target)
+            held.add(z, reader.entropy(inputs, target, output) if classifies else None)
+    _store(reader, moments, held, false_alarms, generator)
+    if held_out is None and reader.at == "mean":
+        warnings.warn(
+            f"fit_novelty set {len(held.z)} examples of the loader aside for its p-values; if the model was trained on "
+            "them, it raises more false alarms than promised: pass held_out=, data that the model has not seen",
+            stacklevel=2,
+        )
+    return model
+
+
+def _peeked(data: Any) -> tuple[Iterable[Any], Any]:
+    """Return the batches of some data and the first one's inputs.
+
+    Raises:
+        ValueError: There is none.
+    """
+    batches = as_batches(data)
+    source = iter(batches)
+    first = next(source, None)
+    if first is None:
+        raise ValueError("the loader has no batches; give at least one")
+    return chain([first], source), split_batch(first)[0]
+
+
+def _pairs(batches: Iterable[Any], progress: bool) -> Iterator[tuple[Any, Any]]:
+    """Yield inputs and labels."""
+    for batch in tqdm(batches, desc="fit_novelty", unit="batch", disable=not progress):
+        yield split_batch(batch)
+
+
+def _classes(target: Any) -> Tensor | None:
+    """Return labels that are one class for each example; None for labels of another kind."""
+    labels = None if target is None or isinstance(target, (str, Mapping)) else torch.as_tensor(target).cpu()
+    if labels is None or labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+        return None
+    return labels.long()
+
+
+class Rows:
+    """Held-out rows: features, entropies where they count, and where they were drawn, their keys and labels."""
+
+    def __init__(self) -> None:
+        self.z = torch.empty(0)
+        self.entropy: Tensor | None = torch.empty(0)
+        self.keys, self.labels = torch.empty(0), torch.empty(0, dtype=torch.long)
+
+    def add(
+        self, z: Tensor, entropy: Tensor | None, keys: Tensor | None = None, labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add rows; where they have keys, keep those of the smallest ones, and return what is over with its labels."""
+        self.z = torch.cat([self.z, z]) if len(self.z) else z
+        self.entropy = None if entropy is None or self.entropy is None else torch.cat([self.entropy, entropy])
+        if keys is None:
+            return z[:0], None
+        self.keys = torch.cat([self.keys, keys])
+        self.labels = torch.cat([self.labels, torch.zeros(len(z), dtype=torch.long) if labels is None else labels])
+        order = self.keys.argsort(stable=True)
+        kept, over = order[:MOST_HELD_OUT].sort().values, order[MOST_HELD_OUT:]
+        gone = self.z[over], None if labels is None else self.labels[over]
+        self.z, self.keys, self.labels = self.z[kept], self.keys[kept], self.labels[kept]
+        self.entropy = None if self.entropy is None else self.entropy[kept]
+        return gone
+
+
+def _store(reader: "Reader", moments: Moments, held: Rows, false_alarms: float, generator: torch.Generator) -> None:
+    """Find the scales by some of the held-out rows, score the others, and give the model what was found."""
+    if moments.count < 2:
+        raise ValueError(f"the loader has {moments.count} examples to learn from; give more")
+    order = torch.randperm(len(held.z), generator=generator)
+    some, rest = order[: round(SCALING * len(order))], order[round(SCALING * len(order)) :]
+    reference, scales = moments.reference().to(torch.float32), tuple[float, ...]((1.0,))
+    if held.entropy is not None and moments.classes > 1 and len(some) >= FEW:
+        spread = float(reference.score(held.z[some]).std()), float(held.entropy[some].std())
+        scales = spread if min(spread) > 0 else scales
+    rest = order if len(scales) == 1 else rest
+    if (len(rest) + 1) * false_alarms < 1:
+        raise ValueError(
+            f"{len(rest)} held-out examples cannot promise a false-alarm rate of {false_alarms:.3g}; give at least "
+            f"{math.ceil(1 / false_alarms) - 1}, or allow more false alarms"
+        )
+    found = Novelty(reader.name, reader.at, reference, torch.empty(0), scales, false_alarms, weights_of(reader.host))
+    found.held_out = found.score(held.z[rest], None if held.entropy is None else held.entropy[rest]).sort().values
+    setattr(reader.host, ATTRIBUTE, found)
+
+
+def novelty_of(model: nn.Module) -> tuple[nn.Module, Novelty] | None:
+    """Return the module with the statistics, and these; None for a model without them."""
+    found = ((m, m.__dict__.get(ATTRIBUTE)) for m in model.modules())
+    return next(((m, kept) for m, kept in found if isinstance(kept, Novelty)), None)
+
+
+def weights_of(host: nn.Module) -> float:
+    """Return a number that changes with the weights of the posterior mean: the sum of squares of some elements."""
+    means = {id(p.original): p.mean for p in posteriors_of(host).values()}
+    total = 0.0
+    for _, tensor in plain_tensors(host):
+        found = means.get(id(tensor), tensor).detach()
+        if found.is_floating_point() and found.numel() and not hasattr(found, "device_mesh"):
+            flat = found.flatten()
+            total += float(flat[:: max(1, len(flat) // PROBED)].double().square().mean())
+    return total
+
+
+class Watch:
+    """The novelty of what `predict` reads, batch by batch.
+
+    Args:
+        model: The model.
+        host: The module with the statistics.
+        novelty: The statistics.
+    """
+
+    def __init__(self, model: nn.Module, host: nn.Module, novelty: Novelty) -> None:
+        self.reader = Reader(model, host, novelty.layer, novelty.at)
+        self.novelty = novelty
+        self.needs_entropy = len(novelty.scales) > 1
+        self.features: dict[int, Tensor] = {}
+        self.entropies: dict[int, Tensor | None] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Watch | None":
+        """Return what watches a model with `fit_novelty`; None for others, and with a warning for changed weights."""
+        found = novelty_of(model)
+        if found is None:
+            return None
+        host, novelty = found
+        if not math.isclose(weights_of(host), novelty.weights, rel_tol=CHANGED):
+            warnings.warn(
+                "the model's weights are not those of fit_novelty, and predictions have no novelty; call it again",
+                stacklevel=3,
+            )
+            return None
+        return cls(model, host, novelty)
+
+    def noting(self, model: nn.Module) -> AbstractContextManager[list[Call]]:
+        """Note the calls of the layer in a forward at the mean, where it is what features are read from."""
+        return self.reader.tapped(model) if self.novelty.at == "mean" else nullcontext([])
+
+    def take(self, number: int, calls: list[Call], inputs: Any, output: Any) -> None:
+        """Take what a forward at the mean gave for a batch."""
+        if self.novelty.at == "mean":
+            self.features[number] = self.reader.read(calls, inputs)
+            calls.clear()
+        self.entropies[number] = self.reader.entropy(inputs, None, output) if self.needs_entropy else None
+
+    def complete(self, number: int, batch: Any) -> None:
+        """Run what is missing for a batch."""
+        inputs, target = split_batch(batch)
+        output = None
+        with evaluation(self.reader.model):
+            if number not in self.features:
+                self.features[number], output = self.reader.features(inputs, target)
+            if number not in self.entropies:
+                known = self.reader.entropy(inputs, target, output) if self.needs_entropy else None
+                self.entropies[number] = known
+
+    def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield data that can be read only once, and judge each batch after everybody else."""
+        for number, batch in enumerate(batches):
+            yield batch
+            self.complete(number, batch)
+
+    def judged(self, found: J, batches: Iterable[Any]) -> J:
+        """Return a prediction with the novelty of its examples; of these batches, if `follow` has not seen them."""
+        for number, batch in enumerate(batches):
+            self.complete(number, batch)
+        order = sorted(self.features)
+        z, entropies = torch.cat([self.features[i] for i in order]), [self.entropies[i] for i in order]
+        if len(z) != len(found):  # type: ignore[arg-type]
+            raise ValueError(
+                f"the layer {self.novelty.layer!r} has {len(z)} rows of features for {len(found)} examples; name "  # type: ignore[arg-type]
+                "another one in fit_novelty(layer=)"
+            )
+        known = [e for e in entropies if e is not None]
+        scores = self.novelty.score(z, torch.cat(known) if len(known) == len(entropies) else None)
+        pvalues, level = self.novelty.pvalue(scores), self.novelty.false_alarms
+        return replace(found, novelty=scores, novelty_pvalue=pvalues, false_alarms=level)
