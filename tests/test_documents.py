@@ -35,6 +35,10 @@ PUBLIC = [
     "mix",
     "components",
     "diagnostics",
+    "Cycles",
+    "deploy",
+    "fit_novelty",
+    "prior",
 ]
 
 

@@ -134,7 +134,8 @@ class Reader:
         if logits.dim() != 2 or logits.shape[1] < 2:
             return None
         some = logits if rows is None else logits[rows.to(logits.device)]
-        return torch.special.entr(some.float().softmax(1)).sum(1).cpu()
+        found: Tensor = torch.special.entr(some.float().softmax(1)).sum(1).cpu()
+        return found
 
     def _run(self, at: str, inputs: Any, target: Any) -> Any:
         with reading(self.host, at):

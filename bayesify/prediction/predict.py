@@ -322,7 +322,6 @@ class Run(NamedTuple):
         if self.reads_linearly(member) and kind is RegressionTally:
             yield Linearized(member_of(self.model, member.number), member.scopes).gaussians
 
-
     def by_last_layer(self, member: Member, form: Any, mode: Mode, batches: Iterable[Any]) -> Iterator[Exactly]:
         """Yield outputs, distributions and labels where the last layer alone has a spread."""
         with self.watched(self.model, member, MEAN) as calls:
