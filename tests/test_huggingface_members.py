@@ -11,7 +11,7 @@ import torch
 from huggingface_zoo import TEXT
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
-from bayesify import Cycles, components, named_posteriors, predict
+from bayesify import Cycles, components, methods, named_posteriors, predict
 from bayesify import bayesify as make_bayesian
 from bayesify.core.mixture import Mixture
 from bayesify.integrations.huggingface import BayesTrainer, from_pretrained
@@ -182,3 +182,17 @@ def test_the_log_leads_with_the_likelihood_and_names_the_member(tmp_path):
     assert all(line["loss"] == pytest.approx(line["nll"] + line["penalty"], rel=1e-2) for line in steps)
     assert next(iter(run.evaluate())) == "eval_nll"
     assert "member" not in lines[-1]
+
+
+def test_the_trainer_makes_the_cycles_of_an_ensemble_and_goes_on_after_a_stop(tmp_path):
+    def run():
+        return trainer(tmp_path, methods.Ensemble(members=3), members=1, steps=6)
+
+    whole, other = run(), run()
+    whole.train()
+    assert {p.count for _, p in named_posteriors(whole.model)} == {3}
+    assert whole.evaluate()["eval_posterior_samples"] == 3
+    assert "classifier" in whole.lr_scheduler.state_dict()["stages"]["fresh"]
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for (_, a), (_, b) in zip(named_posteriors(whole.model), named_posteriors(other.model), strict=True):
+        assert torch.equal(a.members, b.members)

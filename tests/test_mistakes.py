@@ -44,7 +44,8 @@ MISTAKES = {
     "a method by its long name": (
         lambda _: bayesify(network(), "laplace"), "unknown method", "'laplace'", "did you mean 'la'?"),
     "an ensemble by its name": (
-        lambda _: bayesify(network(), "ensemble"), "unknown method", "'ensemble'", "mix(models), of 'vanilla' ones"),
+        lambda _: bayesify(network(), "deep_ensemble"), "unknown method", "'deep_ensemble'",
+        "did you mean 'ensemble'?"),
     "an option by another name": (
         lambda _: bayesify(network(), "vi", prior_sigma=0.1), "unknown option", "'prior_sigma'",
         "did you mean 'prior_sig'?"),

@@ -9,13 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesify.core.posterior import Posterior, Prior
 from bayesify.core.scales import PULL, tempered_scale
 
 REGISTRY: dict[str, type["Method"]] = {}
-ALIASES = {"laplace": "la", "dropout": "mc_dropout", "variational": "vi", "langevin": "sgld", "map": "vanilla"}
+ALIASES = {
+    "laplace": "la",
+    "dropout": "mc_dropout",
+    "variational": "vi",
+    "langevin": "sgld",
+    "map": "vanilla",
+    "deep_ensemble": "ensemble",
+}
 LARGEST_NST = 100_000  # samples; more is a slip, or a damaged file
 ARGUMENTS = ("prior_sig", "prior_mean", "bias", "include", "exclude")  # of bayesify, for every method
 
@@ -91,6 +98,20 @@ class Method:
             posteriors: Those of a model that the optimizer moves. A gradient may come here twice, where an optimizer
                 calls another: `bayesify.core.changed` knows.
         """
+
+    def wrapped(self, scope: Any) -> None:
+        """Do what has to be done with a model (the scope's root) that has just got its posteriors."""
+
+    def bake(self, scope: Any, mode: Any) -> None:
+        """Write what a mode reads beside the parameters into the model, which is about to lose its posteriors."""
+
+    def default_samples(self, posteriors: Sequence[Posterior]) -> int:
+        """Return how many samples `predict` takes where nobody says it."""
+        return self.nst
+
+    def split(self, root: nn.Module, scope: Any) -> list[nn.Module]:
+        """Return a model's members, where its posteriors are particles."""
+        return [root]
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise if one of a model's posteriors cannot be sampled yet."""
@@ -179,8 +200,6 @@ def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]
     elif isinstance(method, str):
         if method not in REGISTRY:
             hint = _closest(ALIASES.get(method.lower(), method.lower()), REGISTRY)
-            if "ensemble" in method.lower():
-                hint = ": an ensemble is mix(models), of 'vanilla' ones"
             raise ValueError(f"unknown method {method!r}{hint}; methods: {sorted(REGISTRY)}")
         cls = REGISTRY[method]
     else:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from bayesify.core.checkpoint import root_of
-from bayesify.core.mixture import Mixture, mixture_in
+from bayesify.core.mixture import Mixture, mixture_in, posteriors_in
 from bayesify.core.posterior import Posterior
 from bayesify.core.selection import plain_tensors
 from bayesify.core.wrap import check_module
@@ -48,6 +48,8 @@ def mix(models: Iterable[nn.Module]) -> Mixture:
         check_module(member)
         if any(isinstance(m, Mixture) for m in member.modules()):
             raise ValueError(f"models[{i}] is a mixture itself; mix its members: [*components(mixture), ...]")
+        if any(p.particles for p in posteriors_in(member)):
+            raise ValueError(f"models[{i}] is an ensemble itself; mix its members: [*components(models[{i}]), ...]")
         if not any(isinstance(m, Posterior) for m in member.modules()):
             raise ValueError(f"models[{i}] has no posterior; a point is one too: bayesify(model, 'vanilla')")
         twin = next((k for k, other in enumerate(members[:i]) if other is member), None)
@@ -68,6 +70,8 @@ def mix(models: Iterable[nn.Module]) -> Mixture:
 def components(model: nn.Module) -> list[nn.Module]:
     """Return the members of a mixture, the very models that were mixed; of another model, itself alone.
 
+    Of a model of method "ensemble" each member is a copy, of method "vanilla", whose frozen weights are in memory once.
+
     Args:
         model: A model, or a module that contains a mixture.
 
@@ -83,7 +87,12 @@ def components(model: nn.Module) -> list[nn.Module]:
     """
     check_module(model)
     mixture = mixture_in(model)
-    return [model] if mixture is None else list(mixture.members)
+    if mixture is not None:
+        return list(mixture.members)
+    if any(p.particles for p in posteriors_in(model)):
+        root, scope = root_of(model)
+        return scope.method.split(root, scope)
+    return [model]
 
 
 def _shapes(member: nn.Module) -> dict[str, tuple[int, ...]]:

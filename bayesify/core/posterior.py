@@ -59,6 +59,8 @@ class Posterior(Stored):
     """Whether `train()` draws a sample per forward (else the parameter itself is used)."""
     random: bool = True
     """Whether there is anything to sample at all."""
+    particles: ClassVar[bool] = False
+    """Whether a draw is one of several values that are kept, by the number of the mode's member (`member_theta`)."""
     neutral_noise: ClassVar[float] = 0.0
     """The noise with which `theta` is the mean."""
 
@@ -254,6 +256,10 @@ class Posterior(Stored):
 
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return `scale` times the penalty's sum, a differentiable 0-dim tensor, float64 on a CPU."""
+        raise NotImplementedError
+
+    def member_theta(self, original: Tensor, number: int) -> Tensor:
+        """Return a particle as a forward reads it."""
         raise NotImplementedError
 
     @property

@@ -302,6 +302,10 @@ class Scope:
             if trains:
                 return self._point(frame, posterior, original)
             return posterior.mean_theta(original) if posterior.layout is None else mean_of(posterior, original)
+        if posterior.particles:
+            if posterior not in frame.thetas or torch.is_grad_enabled():
+                frame.thetas[posterior] = posterior.member_theta(original, mode.member)
+            return frame.thetas[posterior]
         if torch.compiler.is_compiling():
             return frame.traced.theta(draw, posterior, original, trains=trains)
         theta = frame.thetas.get(posterior)
@@ -314,6 +318,11 @@ class Scope:
             if handle is not None and not frame.recomputes and self.trains(posterior):
                 self.now.handles[posterior] = handle
         return theta
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the forward that is running."""
+        return BY_TRAINING_FLAG if self.now.frame is None else self.now.frame.mode
 
     def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the parameter itself; by an alias that takes the penalty's gradient along, where that saves a pass."""

@@ -47,7 +47,7 @@ def bayesify(
 
     Args:
         model: Any module; its weights are the starting point and, by default, the prior mean.
-        method: A name ("vi", "mc_dropout", "sgld", "la", "swag", "vanilla") or an object of `bayesify.methods`.
+        method: A name, such as "vi", "la", "ivon", "sgld", "swag" or "ensemble", or an object of `bayesify.methods`.
         prior_sig: The prior's standard deviation: None is each tensor's own size, under which the method tempers the
             prior (see `bayesify.core.scales`); a number is absolute; or a mapping from name patterns to these (first
             match wins; what no pattern matches gets None).
@@ -173,6 +173,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
     model._bayesify_scope = scope  # type: ignore[assignment]
     surface.put_on(model)
     start.keep(model)
+    method.wrapped(scope)
     return scope
 
 
@@ -214,6 +215,8 @@ def unbayesify(model: M, to: str = "mean") -> M:
         for posterior, value in values:
             if value is not posterior.original:
                 posterior.original.copy_(value)
+        for scope in scopes:
+            scope.method.bake(scope, mode)
     for root, scope in zip(roots, scopes, strict=True):
         _unwrap(root, scope)
     return model

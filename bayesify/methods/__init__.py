@@ -1,6 +1,7 @@
 """The methods: one file each, with its options, its posterior and its formulas."""
 
 from bayesify.core.method import Method
+from bayesify.methods.ensemble import Ensemble
 from bayesify.methods.ivon import IVON
 from bayesify.methods.laplace.method import Laplace
 from bayesify.methods.mc_dropout import MCDropout
@@ -9,4 +10,4 @@ from bayesify.methods.swag import SWAG
 from bayesify.methods.vanilla import Vanilla
 from bayesify.methods.vi import VI
 
-__all__ = ["IVON", "Laplace", "MCDropout", "Method", "SGLD", "SWAG", "VI", "Vanilla"]
+__all__ = ["Ensemble", "IVON", "Laplace", "MCDropout", "Method", "SGLD", "SWAG", "VI", "Vanilla"]

@@ -93,6 +93,7 @@ class Cycles(LRScheduler):
 
     | method | cycles | each |
     |---|---|---|
+    | "ensemble" | one for each member, from twice the rate down to 0 | ends in a member, and starts at the prior mean |
     | "swag" | 10, in the last quarter of the steps, at a constant rate | ends in an iterate |
     | "sgld" | 4 | looks for a basin up to `beta`, then samples it; `mixture()` has a member of each |
 
@@ -106,6 +107,12 @@ class Cycles(LRScheduler):
         low: What it approaches at the end of a cycle.
         before: A scheduler that is in charge until `start`, whose `step()` is then called here.
         beta: For "sgld": the share of a cycle that looks for a basin, without noise.
+        restart: For "ensemble": where a cycle starts. "prior" (the default) is the prior mean, with what `fresh` names
+            made anew; "fresh" has all modules made anew, for a model that is trained from scratch; "first" is the first
+            member, which gets a cycle of twice the length.
+        fresh: For "ensemble": patterns over parameter names: the modules that `reset_parameters` makes anew, with a
+            seed of their own. None is the last linear layer, where it is trained; () is none.
+        seed: For "ensemble": of the new starts; None takes one number from torch's global generator.
 
     Raises:
         ValueError: The method has no use for cycles, the optimizer moves another model, or a number is out of range.
@@ -137,6 +144,9 @@ class Cycles(LRScheduler):
         low: float | None = None,
         before: LRScheduler | None = None,
         beta: float | None = None,
+        restart: str | None = None,
+        fresh: Any = None,
+        seed: int | None = None,
     ) -> None:
         if isinstance(optimizer, nn.Module):
             raise TypeError("Cycles takes the optimizer first: Cycles(optimizer, model, steps=...)")
@@ -154,7 +164,8 @@ class Cycles(LRScheduler):
                 "the optimizer moves no Bayesian parameter of the model; make it after bayesify(model), of "
                 "model.parameters() or bayesify.param_groups(model, lr)"
             )
-        given = {name: value for name, value in {"beta": beta}.items() if value is not None}
+        options = {"beta": beta, "restart": restart, "fresh": fresh, "seed": seed}
+        given = {name: value for name, value in options.items() if value is not None}
         if unknown := [name for name in given if name not in method.stages.options]:
             raise ValueError(f"{unknown[0]} is not for method {method.name!r}; leave it out")
         self.stages: Stages = method.stages(self, **given)

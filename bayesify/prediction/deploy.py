@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesify.core.mixing import components, mix
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import check_module, named_posteriors, samples, scopes_of, unbayesify
@@ -113,6 +114,8 @@ def _voices(model: nn.Module, wanted: int | None, seed: int) -> Iterator[Voice]:
     if is_plain(model):
         yield Voice(0, PointVoice(copy.deepcopy(model)), None)
         return
+    if wanted != 0 and any(p.particles for _, p in named_posteriors(model)):
+        model = mix(components(model))
     mixture = mixture_in(model)
     if mixture is not None and mixture is not model:
         raise ValueError("the mixture lies inside another module; deploy the mixture itself")

@@ -159,7 +159,8 @@ def predict(
         raise ValueError(f"samples must be an integer >= 0, or None, got {got}")
     scopes = [] if is_plain(model) else scopes_of(model)
     batches, places = as_batches(data), own_places(data)
-    members = [Member(i, own) for i, own in enumerate(member_scopes(model, scopes))][: 1 if samples == 0 else None]
+    whose = member_scopes(model, scopes)
+    members = [Member(i, own, len(whose) == 1) for i, own in enumerate(whose)][: 1 if samples == 0 else None]
     if (len(members) > 1 or update_bn is not None) and not rereadable(batches):
         batches = list(batches)  # the members take their turns on the same data
     if update_bn is None:
@@ -192,10 +193,11 @@ def predict(
 
 
 class Member(NamedTuple):
-    """One member of a mixture, or a whole model: its number, and the scopes that a forward reads."""
+    """One member of a mixture, or a whole model: its number, the scopes that a forward reads, and which of both."""
 
     number: int
     scopes: list[Scope]
+    alone: bool = True
 
     def share(self, samples: int | None, members: int) -> int:
         """Return how many samples are this member's: its method's, five at most beside others, or an even part.
@@ -203,7 +205,7 @@ class Member(NamedTuple):
         What is left over goes to the first ones.
         """
         if samples is None:
-            own = max((scope.method.nst for scope in self.scopes), default=0)
+            own = max((scope.method.default_samples(scope.posteriors) for scope in self.scopes), default=0)
             return own if members == 1 else min(max(own, 1), MOST)
         return 0 if not self.scopes else samples // members + (self.number < samples % members)
 
@@ -249,7 +251,8 @@ class Run(NamedTuple):
         if seeds and self.reads_linearly(member):
             return self.linearly(member, batches, seeds)
         model, tally = self.model, TALLIES[self.task](keep=self.keep)
-        modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=member.number) for s in seeds] or [MEAN]
+        turns = enumerate(seeds) if member.alone else ((member.number, seed) for seed in seeds)
+        modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=i) for i, s in turns] or [MEAN]
         labels: dict[int, Any] = {}
         device, places = device_of(model), LabelPlaces(model)
         # Statistics hold for one sample: it sees all the data before the next one comes.

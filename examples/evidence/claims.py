@@ -20,7 +20,7 @@ RULE = (
     "mean of la is plain training with nothing but these."
 )
 SURE = 2  # standard errors that count as a difference where nothing was claimed beforehand
-BASELINES = ("plain", "plain_sgd", "ensemble5", "ensemble5_sgd", "ivon_point")
+BASELINES = ("plain", "plain_sgd", "ensemble5", "ensemble5_sgd", "ivon_point", "one_cycle")
 NOISE = "within noise"
 MARKS = {True: "yes", False: "**no**"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from bayesify import metrics, predict
 
 from . import training
-from .rows import SAMPLES, TUNABLE, with_temperature
+from .rows import DEFAULTS, SAMPLES, TUNABLE, in_cycles, with_temperature
 from .tasks import Task
 from .texts import TASKS
 
@@ -50,7 +50,9 @@ def validation_nll(task, name, setting):
     lr, epochs = setting.get("lr", 1.0), setting.get("epochs", 1.0)
     options = {k: v for k, v in setting.items() if k not in ("lr", "epochs")}
     known = task.validation().known.batches()
-    if name == "plain":
+    if name in DEFAULTS:
+        found = in_cycles(task, **setting).predictions["temperature"](known)
+    elif name == "plain":
         model = training.member(task, 0, **setting).model
         tempered, _ = with_temperature(lambda batches: predict(model, batches), task.held_out.batches())
         found = tempered(known)
@@ -65,7 +67,7 @@ def tune(names, rows, minutes):
     until = time.monotonic() + 60 * minutes
     kept = read()
     for name in names:
-        for method in (row for row in TUNABLE if row in rows):
+        for method in (row for row in (*TUNABLE, *DEFAULTS) if row in rows):
             tried = kept["validation_nll"].setdefault(name, {}).setdefault(method, {})
             settings = [s for s in kept["grids"][method] if "sgd" not in s or has_own_optimizer(name)]
             for setting in settings:
@@ -86,6 +88,8 @@ def tune(names, rows, minutes):
                     budget["seconds"] = round(budget["seconds"] + spent, 1)
                     print(f"{name}/{method}/{key}: {nll:.4f}, {spent:.0f} s", flush=True)
                     write(kept)
+            if method in DEFAULTS:
+                continue
             best = min(tried, key=lambda key: statistics.mean(tried[key]))
             kept["chosen"].setdefault(name, {})[method] = json.loads(best)
             write(kept)

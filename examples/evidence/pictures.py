@@ -28,6 +28,9 @@ COLORS = {  # told apart also where they are small
     "ivon": "#b8860b",
     "ivon_point": "#8c564b",
     "swag": "#bcbd22",
+    "one_budget": "#d62728",
+    "two_budgets": "#ff9896",
+    "one_cycle": "#9e9e9e",
 }
 MARKS = {
     "mean": "o",

@@ -105,6 +105,24 @@ def method(task, *, name, lr=1.0, epochs=1.0, **options):
     return Outcome(seconds, first, size(model), kinds, notes)
 
 
+def in_cycles(task, *, epochs=1.0, members=None, **cycles):
+    """An ensemble of short trainings, which take together `epochs` times as long as a plain one."""
+    options = {} if members is None else {"members": members}
+    model, first, seconds = training.train(task, "ensemble", epochs=epochs, options=options, cycles=cycles)
+    samples = partial(predict, model)
+    tempered, value = with_temperature(samples, task.held_out.batches())
+    kinds = {"samples": samples, "temperature": tempered}
+    return Outcome(seconds, first, size(model), kinds, {"temperature": value})
+
+
+def one_cycle(task):
+    """The first of these short trainings alone: how much of their gain is that they are short."""
+    model, first, seconds = training.train(task, "ensemble", first_only=True)
+    mean = mean_of(model)
+    tempered, value = with_temperature(mean, task.held_out.batches())
+    return Outcome(seconds, first, size(model), {"mean": mean, "temperature": tempered}, {"temperature": value})
+
+
 def ivon_point(task, **setting):
     """Train by IVON's step and prior without its spread: how much of its gain is the schedule's."""
     model, first, seconds = training.train(task, "ivon", point=True, **setting)
@@ -155,8 +173,12 @@ ROWS: dict[str, Callable] = {
     "mix5_la_last_kron": last_layers,
     **{name: partial(method, name=name) for name in METHODS},
     "ivon_point": ivon_point,
+    "one_budget": in_cycles,
+    "two_budgets": partial(in_cycles, epochs=2.0),
+    "one_cycle": one_cycle,
 }
 TUNABLE = ("plain", *METHODS)  # have a second row with a setting that validation data chose
+DEFAULTS = ("one_budget",)  # of which validation data chose the library's defaults, one setting for all tasks
 WORDS = {
     "plain": "plain",
     "plain_sgd": "plain, by SGD",
@@ -166,4 +188,7 @@ WORDS = {
     "la_last_self": 'la, last layer, `tune="self"`',
     "mix5_la_last_kron": "mix of 5 la, last layer",
     "ivon_point": "ivon, sigma to 0",
+    "one_budget": "ensemble for one training",
+    "two_budgets": "ensemble for two trainings",
+    "one_cycle": "one of its cycles alone",
 }

@@ -25,7 +25,9 @@ class Trained(NamedTuple):
     seconds: float
 
 
-def train(task, method, *, member=0, point=False, sgd=False, lr=1.0, epochs=1.0, options=None):
+def train(
+    task, method, *, member=0, point=False, sgd=False, lr=1.0, epochs=1.0, options=None, cycles=None, first_only=False
+):
     """Train one method.
 
     Args:
@@ -38,6 +40,8 @@ def train(task, method, *, member=0, point=False, sgd=False, lr=1.0, epochs=1.0,
         lr: A factor on the task's learning rates.
         epochs: A factor on the task's epochs.
         options: Of `bayesify`.
+        cycles: Of method "ensemble": the arguments of `Cycles`.
+        first_only: Whether its training ends with the first cycle.
     """
     seed = 1000 * task.seed + member
     torch.manual_seed(seed)
@@ -51,10 +55,16 @@ def train(task, method, *, member=0, point=False, sgd=False, lr=1.0, epochs=1.0,
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm) * (1 - step / steps))
     if method == "swag":
         schedule = Cycles(optimizer, model, steps=steps, before=schedule)
-    order, first = torch.Generator().manual_seed(seed), None
+    elif method == "ensemble":
+        schedule = Cycles(optimizer, model, steps=steps, seed=seed, **(cycles or {}))
+        steps = schedule.ends[0] if first_only else steps
+    order, first, done = torch.Generator().manual_seed(seed), None, 0
     task.set_training(model)
     for _ in range(rounds):
         for rows in torch.randperm(count, generator=order).split(task.batch):
+            if done == steps:
+                break
+            done += 1
             inputs, labels = task.train.take(rows)
             optimizer.zero_grad()
             if point:

@@ -282,8 +282,9 @@ class Evaluation:
 
 
 def default_samples(model: nn.Module) -> int:
-    """Return the largest `nst` of a model's methods; of a mixture so many for each member, but no more than five."""
-    own, members = max(scope.method.nst for scope in scopes_of(model)), member_count(model)
+    """Return the largest default of a model's methods; of a mixture so many for each member, but no more than five."""
+    own = max(scope.method.default_samples(scope.posteriors) for scope in scopes_of(model))
+    members = member_count(model)
     return own if members == 1 else members * min(max(own, 1), MOST)
 
 

@@ -27,7 +27,7 @@ from .hub import write_mixture_card
 from .loss import LossMixin, is_causal, random_state_kept
 from .members import last_checkpoint, train_members
 
-CYCLED = ("swag",)  # methods without a posterior unless `bayesify.Cycles` collects it
+CYCLED = ("swag", "ensemble")  # methods without a posterior unless `bayesify.Cycles` collects it
 
 
 class BayesTrainerMixin(LossMixin):

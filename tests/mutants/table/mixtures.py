@@ -22,6 +22,36 @@ MUTANTS = [
         ("a resumed schedule keeps the first rates", "self._last_lr, strict", "self.base_lrs, strict", "goes_on"),
     ),
     *of(
+        "methods/ensemble/members.py",
+        "test_ensemble.py",
+        (
+            "members go on where the last one ended",
+            "own.put(own.mean_theta",
+            "id(own.mean_theta",
+            "prior_mean or every",
+        ),
+        (
+            "one head for all",
+            "noises.mix(noises.mix(self.seed, number), place)",
+            "self.seed",
+            "bit_for_bit or training",
+        ),
+        ("momentum of the member before", "self.run.optimizer.state.clear()", "pass", "training_of_its_own"),
+        ("statistics go on", "statistics.put_start(scope.root)", "pass", "belong_to_members"),
+    ),
+    *of(
+        "methods/ensemble/method.py",
+        "test_ensemble.py",
+        ("always the first member", "number % len(self.members)", "0", "equally_often"),
+        ("the soup of some", "members.mean(0, dtype", "members[1:].mean(0, dtype", "soup"),
+    ),
+    *of(
+        "methods/ensemble/statistics.py",
+        "test_ensemble.py",
+        ("one layer's statistics for all members", "return every[number % len(every)]", "return every[0]", "belong_to"),
+        ("the layer keeps a member's", "norm._buffers.update(self.borrow.own.pop())", "self.borrow.own.pop()", "error"),
+    ),
+    *of(
         "prediction/statistics.py",
         "test_swag.py",
         ("every batch starts anew", "if norm not in reached:", "if True:", "every_sample"),
