@@ -104,18 +104,20 @@ NOWHERE = Traced("", {})
 class Mode(NamedTuple):
     """What a block or a forward reads: a draw, the mean, the prior mean, or (none set) what train() and eval() say.
 
-    `member` is the number of the component that a mixture runs, modulo how many it has.
+    `member` is the number of the component that a mixture runs, modulo how many it has; `start` is whether the model's
+    buffers are those of the start.
     """
 
     draw: Draw | None = None
     mean: bool = False
     member: int = 0
     prior: bool = False
+    start: bool = False
 
 
 BY_TRAINING_FLAG = Mode()
 MEAN = Mode(mean=True)
-PRIOR = Mode(prior=True)
+PRIOR = Mode(prior=True, start=True)
 
 
 def one_draw(seed: int) -> Mode:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Collection
 from types import FrameType
 
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Now:
         self.mode: Mode | None = None  # of a block inside compiled code
         self.traced = NOWHERE
         self.bare: lost.BareRead | None = None
+        self.watched: Collection[Posterior] = ()  # by a prediction that asks what a module depends on
+        self.touched = False
 
 
 class Thread(threading.local):

@@ -54,7 +54,7 @@ def override(scopes: Iterable["Scope"], mode: Mode) -> Iterator[None]:
     with _LOCK:
         _OPEN.extend(blocks)
     for block in blocks:
-        block.scope.buffers.put(block.scope.root, start=mode.prior)
+        block.scope.buffers.put(block.scope.root, start=mode.start)
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def override(scopes: Iterable["Scope"], mode: Mode) -> Iterator[None]:
         _INSIDE.set(tuple(b for b in _INSIDE.get() if b.open))
         for block in blocks:
             outer = own_block(block.scope)
-            block.scope.buffers.put(block.scope.root, start=outer is not None and outer.mode.prior)
+            block.scope.buffers.put(block.scope.root, start=outer is not None and outer.mode.start)
 
 
 class TracedBlock:

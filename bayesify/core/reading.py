@@ -200,7 +200,7 @@ class Scope:
             mode = self._recall(module, node, mode, fresh=bool(sampled))
         elif mode is BY_TRAINING_FLAG and sampled:
             mode = Mode(draw=self._training_draw())
-        self.buffers.put(self.root, start=mode.prior)
+        self.buffers.put(self.root, start=mode.start)
         return Frame(mode, caller, start, recomputes=node is not None)
 
     def _training_draw(self) -> Draw:
@@ -276,6 +276,8 @@ class Scope:
 
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read of a posterior sees now."""
+        if posterior in self.now.watched:
+            self.now.touched = True
         if torch.compiler.is_compiling():
             return self._theta(self.now.frame or self._begin_compiled(posterior), posterior, original)
         if parametrize._cache_enabled:

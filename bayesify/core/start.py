@@ -6,6 +6,7 @@ not broadcast it. State dicts and saved files hold it.
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,25 @@ def drop(root: nn.Module) -> None:
     """Forget the buffers as they were."""
     for _, module, name in lasting(root):
         module.__dict__.pop(name + SUFFIX, None)
+
+
+def put_back(view: nn.Module) -> None:
+    """Give a view of a model, whose buffers are its own, the buffers of the start."""
+    for _, module, name in list(lasting(view)):
+        if hasattr(module, name + SUFFIX):
+            module._buffers[name] = getattr(module, name + SUFFIX).to(module._buffers[name], copy=True)
+
+
+@contextmanager
+def started(model: nn.Module) -> Iterator[None]:
+    """Use the buffers of the start inside a `with` block, in the model itself."""
+    now = [(module, dict(module._buffers)) for module in model.modules()]
+    put_back(model)
+    try:
+        yield
+    finally:
+        for module, buffers in now:
+            module._buffers.update(buffers)
 
 
 class Buffers:

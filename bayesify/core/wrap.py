@@ -5,7 +5,7 @@ A failed call changes nothing: everything is checked and built before the first 
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.modes import TracedBlock, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope, Site
-from bayesify.core.reuse import reusing
 from bayesify.core.seeds import draw_seeds, is_whole
 from bayesify.core.selection import Candidate, Patterns, candidates, prior_buffers, priors, select
 
@@ -395,7 +394,6 @@ def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
     """Loop over posterior samples: inside each turn the model is one of them.
 
     Draw i is the same theta whatever the data or the batch size. The modes are restored when the loop ends or breaks.
-    In eval mode and without gradients, submodules that no draw touches are computed once for equal inputs.
 
     Args:
         model: A bayesified model, or a module that contains one.
@@ -414,11 +412,10 @@ def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
     """
     if not is_whole(n) or n < 0:
         raise ValueError(f"n must be an integer >= 0, got {n!r}")
-    return _samples(model, scopes_of(model), draw_seeds(n, seed))
+    return _samples(scopes_of(model), draw_seeds(n, seed))
 
 
-def _samples(model: nn.Module, scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
-    with reusing(model, wary=True) if len(seeds) > 1 else nullcontext():
-        for i, seed in enumerate(seeds):
-            with override(scopes, Mode(draw=Draw(seed, pinned=True), member=i)):
-                yield i
+def _samples(scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
+    for i, seed in enumerate(seeds):
+        with override(scopes, Mode(draw=Draw(seed, pinned=True), member=i)):
+            yield i

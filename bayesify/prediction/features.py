@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.evaluating import evaluation
 from bayesify.core.mixture import mixture_in
 from bayesify.core.posterior import Posterior
 from bayesify.core.wrap import check_module, mean, named_posteriors
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.last_layer import Call, same_output, watching
+from bayesify.prediction.view import evaluation, views
 
 
 def features(model: nn.Module, data: Any, layer: str | None = None) -> tuple[Tensor, Tensor | None]:
@@ -40,8 +40,9 @@ def features(model: nn.Module, data: Any, layer: str | None = None) -> tuple[Ten
         (torch.Size([4, 5]), None)
     """
     check_module(model)
-    reader, found, labels = Reader(model, host_of(model), layer), list[Tensor](), list[Any]()
-    with evaluation(model):
+    found, labels = list[Tensor](), list[Any]()
+    with views(model) as (own,):
+        reader = Reader(own, host_of(own), layer)
         for batch in as_batches(data):
             inputs, target = split_batch(batch)
             reader.find(inputs)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from bayesify.core.evaluating import evaluation
 from bayesify.core.selection import plain_tensors
 from bayesify.core.wrap import check_module
 from bayesify.prediction.batches import as_batches, split_batch
 from bayesify.prediction.features import Reader, host_of, posteriors_of
 from bayesify.prediction.last_layer import Call
+from bayesify.prediction.view import can_be_viewed, evaluation, view
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.distances import Moments, Reference
 
@@ -328,7 +328,8 @@ class Watch:
                 stacklevel=3,
             )
             return None
-        return cls(model, host, novelty)
+        own = view(model) if can_be_viewed(model) else model
+        return cls(own, host_of(own), novelty)
 
     def noting(self, model: nn.Module) -> AbstractContextManager[list[Call]]:
         """Note the calls of the layer in a forward at the mean, where it is what features are read from."""

@@ -18,12 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from tqdm.auto import tqdm
 
 from bayesify.core.draws import MEAN, Draw, Mode
-from bayesify.core.evaluating import evaluation
 from bayesify.core.mixture import member_scopes
 from bayesify.core.modes import override
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.core.reuse import Memory, reusing
 from bayesify.core.seeds import draw_seeds, is_whole
 from bayesify.core.wrap import check_module, scopes_of
 from bayesify.prediction.averaging import Found, average
@@ -35,8 +33,10 @@ from bayesify.prediction.novelty import Watch
 from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
+from bayesify.prediction.reuse import Memory, reusing
 from bayesify.prediction.statistics import own_statistics, warn_where_stale
 from bayesify.prediction.targets import LabelPlaces
+from bayesify.prediction.view import same_place, views
 
 THETAS = 1 << 30  # bytes
 MOST = 5  # samples of a mixture's member, where nobody says how many
@@ -254,21 +254,23 @@ class Run(NamedTuple):
         turns = enumerate(seeds) if member.alone else ((member.number, seed) for seed in seeds)
         modes = [Mode(draw=Draw(s, pinned=True, keep=True), member=i) for i, s in turns] or [MEAN]
         labels: dict[int, Any] = {}
-        device, places = device_of(model), LabelPlaces(model)
+        device = device_of(model)
         # Statistics hold for one sample: it sees all the data before the next one comes.
         groups = [modes] if self.update_bn is None else [[mode] for mode in modes]
         several = len(groups[0]) > 1 and _thetas_fit(model, len(modes))
         with (
-            evaluation(model),
-            reusing(model) if several else nullcontext() as memory,
+            views(model, len(modes)) as own,
+            reusing(model, own) if several else nullcontext() as memory,
             _bar(batches, len(modes), self.progress) as bar,
         ):
+            places = LabelPlaces(own[0])
             for first, together in enumerate(groups):
-                with self.statistics(together[0]):
+                with self.statistics(own[first], together[0]):
                     for sample, batch_index, batch, mode in _turns(batches, together, memory):
                         inputs, target = split_batch(batch)
-                        with override(self.scopes, mode), self.watched(model, member, mode) as calls:
-                            output = call_model(model, to_device(inputs, device), to_device(target, device))
+                        one = own[first + sample]
+                        with override(self.scopes, mode), self.watched(one, member, mode) as calls:
+                            output = call_model(one, to_device(inputs, device), to_device(target, device))
                             if batch_index not in labels:
                                 labels[batch_index] = places(batch, output)
                         if calls is not None and self.watch is not None:
@@ -280,12 +282,12 @@ class Run(NamedTuple):
         return _with_noise(tally.finish(len(seeds), [labels[i] for i in sorted(labels)]), member.scopes, self.task)
 
     @contextmanager
-    def statistics(self, mode: Mode) -> Iterator[None]:
-        """Use the BatchNorm statistics of one sample, where there is data to compute them from."""
+    def statistics(self, model: nn.Module, mode: Mode) -> Iterator[None]:
+        """Let a view use the BatchNorm statistics of one sample, if there is data to compute them from."""
         with ExitStack() as stack:
             if self.update_bn is not None:
                 with override(self.scopes, mode):
-                    stack.enter_context(own_statistics(self.model, self.update_bn))
+                    stack.enter_context(own_statistics(model, self.update_bn))
             yield
 
     def in_closed_form(self, member: Member, batches: Iterable[Any]) -> tuple[Found | None, Iterable[Any]]:
@@ -301,8 +303,12 @@ class Run(NamedTuple):
                 raise ValueError("the data has no batches; pass a non-empty loader or tensor")
             mode = MEAN._replace(member=member.number)
             try:
-                with evaluation(self.model), self.statistics(mode), _bar(batches, 1, self.progress) as bar:
-                    for i, (output, logits, target) in enumerate(way(chain([first], source))):
+                with (
+                    views(self.model) as (own,),
+                    self.statistics(own, mode),
+                    _bar(batches, 1, self.progress) as bar,
+                ):
+                    for i, (output, logits, target) in enumerate(way(own, chain([first], source))):
                         tally.add_gaussian(i, logits, output)
                         labels.append(target)
                         bar.update()
@@ -313,22 +319,26 @@ class Run(NamedTuple):
                 batches = chain([first], source) if source is batches else batches
         return None, batches
 
-    def closed_forms(self, member: Member) -> Iterator[Callable[[Iterable[Any]], Iterator[Exactly]]]:
+    def closed_forms(self, member: Member) -> Iterator[Callable[[nn.Module, Iterable[Any]], Iterator[Exactly]]]:
         """Yield the ways to predict without samples that may do: for a last layer, then for a linear reading.
 
-        Each turns batches into outputs in mean mode, their distributions and the labels, or raises a NotLastError.
+        Each takes a view of the model and batches; it yields outputs in mean mode, their distributions and the labels,
+        or raises a NotLastError.
         """
         kind, mode = TALLIES[self.task], MEAN._replace(member=member.number)
         form = member.scopes[0].method.closed_form(member.scopes[0]) if len(member.scopes) == 1 else None
         if form is not None and kind in (ClassificationTally, RegressionTally):
             yield partial(self.by_last_layer, member, form, mode)
         if self.reads_linearly(member) and kind is RegressionTally:
-            yield Linearized(member_of(self.model, member.number), member.scopes).gaussians
+            yield lambda _, batches: Linearized(member_of(self.model, member.number), member.scopes).gaussians(batches)
 
-    def by_last_layer(self, member: Member, form: Any, mode: Mode, batches: Iterable[Any]) -> Iterator[Exactly]:
+    def by_last_layer(
+        self, member: Member, form: Any, mode: Mode, own: nn.Module, batches: Iterable[Any]
+    ) -> Iterator[Exactly]:
         """Yield outputs, distributions and labels where the last layer alone has a spread."""
-        with self.watched(self.model, member, MEAN) as calls:
-            for i, one in enumerate(passed(self.model, self.scopes, form.head, batches, mode)):
+        head = same_place(self.model, form.head, own)
+        with self.watched(own, member, MEAN) as calls:
+            for i, one in enumerate(passed(own, self.scopes, head, batches, mode)):
                 if calls is not None and self.watch is not None:
                     self.watch.take(i, calls, one.inputs, one.output)
                 yield one.output, form.logits(one.features, one.output), one.target

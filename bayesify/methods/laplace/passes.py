@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bayesify.core import ranks
-from bayesify.core.evaluating import evaluation
 from bayesify.core.wrap import mean
 from bayesify.engine import noise as noises
 from bayesify.methods.laplace.curvature import SquaredGradients
@@ -19,6 +18,7 @@ from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.tuning import Fitted
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.likelihoods import Likelihood, found_likelihood
+from bayesify.prediction.view import evaluation
 
 TRIAL_EXAMPLES = 2
 

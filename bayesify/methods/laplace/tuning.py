@@ -15,7 +15,6 @@ from tqdm.auto import tqdm
 
 from bayesify.core import ranks
 from bayesify.core.distributed import Layout, on_shard, part_of
-from bayesify.core.evaluating import evaluation
 from bayesify.core.quadratics import deviation, wide
 from bayesify.core.scales import TOLERANCE
 from bayesify.core.wrap import scopes_of
@@ -26,6 +25,7 @@ from bayesify.prediction.batches import is_one_batch
 from bayesify.prediction.last_layer import NotLastError, passed
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression
 from bayesify.prediction.predict import predict
+from bayesify.prediction.view import evaluation
 from bayesify.quality.temperature import golden_section
 
 logger = logging.getLogger("bayesify")

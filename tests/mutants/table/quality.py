@@ -142,12 +142,12 @@ MUTANTS = [
         ("not Welford", "delta * (value - mean)", "delta * delta", "regression_moments"),
     ),
     *of(
-        "core/evaluating.py",
+        "prediction/view.py",
         "test_evaluating.py test_prediction.py",
-        ("training mode", "        model.eval()\n", "", "as_before or restored"),
-        ("flags are not restored", "module.training = held.training", "pass", "as_before or restored"),
-        ("the generator is not restored", "torch.set_rng_state(state)", "pass", "as_before or restored"),
-        ("the first to leave restores", "if not held.holders:", "if held.holders >= 0:", "last_to_leave"),
+        ("training mode", "training=False)", ")", "attributes_of_its_own"),
+        ("flags are not restored", "module.training = training", "pass", "come_back"),
+        ("buffers are shared", "b.detach().clone()", "b", "attributes_of_its_own"),
+        ("lists are shared", "not in CONTAINERS", "not in ()", "attributes_of_its_own or lists"),
     ),
     *of(
         "prediction/probabilities.py",
