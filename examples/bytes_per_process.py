@@ -50,7 +50,7 @@ def measured(method, options, mesh):
     if method is not None:
         bayesify(model, method, **options)
     if method == "la":
-        fit_laplace(model, [(x, y)])
+        fit_laplace(model, [(x, y)], same_data=True)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

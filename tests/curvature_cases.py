@@ -188,4 +188,4 @@ def case(name, count=6, seed=0):
     x = torch.randint(11, (count, 5)) if shape is None else torch.randn(count, *shape, dtype=torch.float64)
     labels = torch.randint(CLASSES, (count,))
     params = dict(model.named_parameters())
-    return params, lambda s: F.cross_entropy(model(x[s]), labels[s], reduction="none")
+    return model, params, lambda s: F.cross_entropy(model(x[s]), labels[s], reduction="none")

@@ -143,7 +143,7 @@ def train(model: nn.Module, kind: str, steps: int = STEPS) -> torch.optim.Optimi
     for number in range(steps):
         step(model, optimizer, number)
     if kind == "la":
-        fit_laplace(model, [share(*data(n)) for n in range(4)])
+        fit_laplace(model, [share(*data(n)) for n in range(4)], same_data=False)
     return optimizer
 
 

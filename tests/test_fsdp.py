@@ -64,7 +64,7 @@ def held(kind: str) -> int:
     x = torch.randn(16, 32)
     model = bayesify(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)), method, **options).train()
     if kind == "la":
-        fit_laplace(model, [(x, torch.arange(16))])
+        fit_laplace(model, [(x, torch.arange(16))], same_data=True)
     if ranks.world() > 1:
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     optimizer = optimizer_of(model, kind)
@@ -111,7 +111,7 @@ def train_map(model: nn.Module) -> None:
 def fitted() -> dict:
     """A Laplace posterior that was fitted whole, and sharded then."""
     torch.manual_seed(0)
-    model = fit_laplace(build("la"), [data(n) for n in range(4)])
+    model = fit_laplace(build("la"), [data(n) for n in range(4)], same_data=True)
     if ranks.world() > 1:
         shard(model)
     found = {"predictions": predict(model, data(100)[0], samples=2, seed=3).logits, "posterior": posterior_of(model)}
@@ -139,7 +139,7 @@ def fits() -> dict:
             shard(model)
             batches = batches[ranks.rank() :: RANKS]
         torch.manual_seed(5)
-        fit_laplace(model, batches, **how)
+        fit_laplace(model, batches, same_data=False, **how)
         found[name] = {
             "posterior": posterior_of(model),
             "scale": [q.fitted_sig for _, q in named_posteriors(model)],

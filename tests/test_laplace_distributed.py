@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from bayesify import bayesify, fit_laplace, named_posteriors
 
@@ -31,7 +32,14 @@ def batches(x, y):
     return list(zip(x.split(5), y.split(5), strict=True))
 
 
-def fits(part, wrapped=lambda model: model):
+def balanced():
+    """Data whose halves have equal sizes, sums and labels, and other curvatures."""
+    x = torch.eye(4, dtype=torch.float64).repeat(4, 1) * 3
+    x[8:] = torch.eye(4, dtype=torch.float64)[[1, 0, 3, 2]].repeat(2, 1) * 3
+    return x.view(2, 8, 4).transpose(0, 1).flatten(0, 1), torch.arange(8).repeat_interleave(2) % 3
+
+
+def fits(part, wrapped=lambda model: model, same=None):
     """Return the spreads of several fits, each on `part` of the data."""
     out = {}
     options = {
@@ -44,13 +52,16 @@ def fits(part, wrapped=lambda model: model):
     }
     for name, given in options.items():
         model = model_of()
-        fit_laplace(wrapped(model), batches(*part(*rows())), **given)
+        fit_laplace(wrapped(model), batches(*part(*rows())), same_data=same, **given)
         out[name] = {n: p.std.clone() for n, p in named_posteriors(model)}
+    model = model_of()
+    fit_laplace(wrapped(model), batches(*part(*balanced())), same_data=same)
+    out["balanced"] = {n: p.std.clone() for n, p in named_posteriors(model)}
     model = bayesify(nn.Linear(4, 1).double(), "la", prior_sig=0.7, prior_mean="zero")
     nn.init.ones_(model.parametrizations.weight.original)
     nn.init.zeros_(model.parametrizations.bias.original)
     x, _ = part(*rows())
-    fit_laplace(wrapped(model), [(x, (2 * x[:, :1]))], likelihood="regression", structure="kron")
+    fit_laplace(wrapped(model), [(x, (2 * x[:, :1]))], likelihood="regression", structure="kron", same_data=same)
     out["regression"] = {n: p.std.clone() for n, p in named_posteriors(model)}
     return out
 
@@ -59,9 +70,18 @@ def on_rank(folder):
     """Run on one of two ranks, on its own part of the data, and on all of it."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    own = fits(lambda x, y: (x[rank::RANKS], y[rank::RANKS]), DistributedDataParallel)
-    same = fits(lambda x, y: (x, y))
-    torch.save({"own": own, "same": same}, Path(folder) / f"{rank}.pt")
+    own = fits(lambda x, y: (x[rank::RANKS], y[rank::RANKS]), DistributedDataParallel, same=False)
+    same = fits(lambda x, y: (x, y), same=True)
+    data = TensorDataset(*balanced())
+    told = {}
+    for name, sampler in (("parts", DistributedSampler(data, shuffle=True, seed=3)), ("unknown", None)):
+        model = model_of()
+        try:
+            fit_laplace(model, DataLoader(data, 3, sampler=sampler))
+            told[name] = {n: p.std.clone() for n, p in named_posteriors(model)}
+        except ValueError as error:
+            told[name] = str(error)
+    torch.save({"own": own, "same": same, "told": told}, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -84,12 +104,15 @@ def test_two_processes_have_the_posterior_of_one(tmp_path):
             for name, std in spreads.items():
                 for data in ("own", "same"):
                     torch.testing.assert_close(found[data][kind][name], std, msg=f"{data} {kind} {name}")
+        for name, std in exact["balanced"].items():
+            torch.testing.assert_close(found["told"]["parts"][name], std)
+        assert "same_data=True" in found["told"]["unknown"]
 
 
 def test_a_part_of_the_data_alone_gives_another_posterior():
     """The test above could not fail otherwise."""
     whole, half = fits(lambda x, y: (x, y)), fits(lambda x, y: (x[::2], y[::2]))
-    for kind in ("diag", "ggn", "kron", "num_data", "regression"):
+    for kind in ("diag", "ggn", "kron", "num_data", "balanced", "regression"):
         spreads = whole[kind]
         assert any(not torch.allclose(half[kind][n], std, rtol=1e-2) for n, std in spreads.items()), kind
 

@@ -1,5 +1,6 @@
 """The fit against closed forms, and against the loop over single examples in small models of many kinds."""
 
+import copy
 import math
 
 import pytest
@@ -222,3 +223,27 @@ def test_a_dict_is_a_batch():
     batch = next(iter(DataLoader(items, batch_size=4)))
     fit_laplace(model, batch, progress=True)
     assert len(predict(model, batch, samples=2)) == 4
+
+
+def test_labels_of_a_causal_language_model_stand_as_in_its_own_loss():
+    torch.manual_seed(0)
+    ids = torch.randint(1, 20, (6, 9))
+    labels = ids.clone()
+    labels[:3, 6:] = -100
+    moved = F.pad(labels[:, 1:], (0, 1), value=-100)
+
+    def given(logits, target):  # the caller's own, which takes labels as they are
+        return F.cross_entropy(logits.transpose(1, 2), target, reduction="none").sum(1)
+
+    plain = small_gpt2().double().eval()
+    with torch.no_grad():
+        output = plain(input_ids=ids, labels=labels)
+    assert float(output.loss) == pytest.approx(float(given(output.logits, moved).sum() / (moved != -100).sum()))
+    own, shifted = (bayesify(copy.deepcopy(plain), "la", prior_sig=1.0) for _ in range(2))
+    fit_laplace(own, [{"input_ids": ids, "labels": labels}])
+    fit_laplace(shifted, [{"input_ids": ids, "labels": moved}], given)
+    for (name, a), (_, b) in zip(named_posteriors(own), named_posteriors(shifted), strict=True):
+        torch.testing.assert_close(a.std, b.std, msg=name)
+    fit_laplace(
+        own, [{"input_ids": ids, "labels": labels}], structure="kron", tune=[{"input_ids": ids, "labels": labels}]
+    )

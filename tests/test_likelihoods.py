@@ -245,6 +245,7 @@ def test_the_noise_is_saved_with_the_model(tmp_path):
     assert model._bayesify_scope.method.noise_var is None
 
 
+@pytest.mark.filterwarnings("ignore:no batched rule")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("curvature", ["ef", "ggn"])
 def test_a_fit_by_name_is_the_fit_by_a_function(name, curvature):

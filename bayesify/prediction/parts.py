@@ -20,20 +20,25 @@ def own_places(data: Any) -> list[int] | None:
 
     It is by a DataLoader with torch's DistributedSampler, or one in order that Hugging Face's Accelerate has prepared.
     """
-    if not ranks.several() or not isinstance(data, DataLoader):
+    if not reads_a_part(data):
         return None
+    order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
+    if not isinstance(getattr(order, "sampler", order), DistributedSampler):
+        whole = getattr(order, "batch_sampler", None)  # Accelerate's BatchSamplerShard is built on that of all
+        if not isinstance(getattr(whole, "sampler", None), SequentialSampler):
+            return None
+    return list(order if data.batch_sampler is None else chain.from_iterable(order))
+
+
+def reads_a_part(data: Any) -> bool:
+    """Return whether a DataLoader gives this process a part of the data, by a sampler of torch's or Accelerate's."""
+    if not ranks.several() or not isinstance(data, DataLoader):
+        return False
     order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
     inner = getattr(order, "sampler", order)
     if isinstance(inner, DistributedSampler):
-        spread = inner.num_replicas > 1
-    else:
-        whole = getattr(order, "batch_sampler", None)  # Accelerate's BatchSamplerShard is built on that of all
-        spread = getattr(order, "num_processes", 1) > 1 and isinstance(
-            getattr(whole, "sampler", None), SequentialSampler
-        )
-    if not spread:
-        return None
-    return list(order if data.batch_sampler is None else chain.from_iterable(order))
+        return inner.num_replicas > 1
+    return int(getattr(order, "num_processes", 1)) > 1
 
 
 def together(found: Found, places: list[int]) -> Found:

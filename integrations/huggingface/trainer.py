@@ -232,6 +232,8 @@ class BayesTrainerMixin(LossMixin):
     def fit_laplace(self) -> None:
         """Fit the Laplace approximation on the training data, whose likelihood is exp(-loss)."""
         options = {"loss": self._example_loss, "num_data": self._examples(), **self._laplace}
+        if self.train_dataset is not None:
+            options.setdefault("same_data", True)  # as `_plain_loader` gives it
         with random_state_kept():
             bayesify.fit_laplace(self.model, self._plain_loader(), **options)
 

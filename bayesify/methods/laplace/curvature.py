@@ -1,387 +1,398 @@
-"""Sums of squared per-example gradients, in batched passes and exactly.
+"""The curvature of a loss, summed over batches: squared per-example gradients, and Kronecker factors.
 
-One backward pass brings the gradients to every use of a parameter; a rule turns them into the gradients of each
-example. Nothing is taken on trust: where the examples are in a tensor is found by weighting them, and each parameter's
-rules must reproduce a weighted gradient of autograd's. What does not takes a backward pass per example.
+Module hooks note what each layer takes and where the gradient of its output arrives, as implementations of KFAC do
+(Martens & Grosse 2015; Eschenhagen et al. 2023 for layers that are applied at many places). One backward pass per seed
+then gives every example's gradients by the layers' rules, and the rows whose outer products are Kronecker factors.
+
+Nothing is taken on trust: for random weights w_n on the examples, sum_n w_n g_n from the rules must be the gradient of
+the weighted sum, which one more backward pass gives for every batch. A parameter that fails (ragged examples, a weight
+that is used outside its layer too, a loss that mixes the examples) takes a backward pass per example.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import Node
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bayesify.core.posterior import state_dtype
-from bayesify.core.quadratics import wide
-from bayesify.methods.laplace.graphs import Graph, Use, grads, kind
-from bayesify.methods.laplace.parts import Layout, NoRuleError, Part, add_squares, chunks
-from bayesify.methods.laplace.rules import RULES, part_of
+from bayesify.methods.laplace.kron import Kron, eigen
+from bayesify.methods.laplace.recorder import Call, NoRuleError, Recorder
+from bayesify.methods.laplace.rules import Part, Rows, add_in_chunks, example_dim, has_rule, parts_of, rows_of
 
-ROUNDS = 12  # operations on parameters alone, one after the other, that are looked into
+LARGEST_OUTPUT = 4096
+"""From how many outputs on B is kept as its diagonal: there is no eigenbasis of 50,000 x 50,000 here."""
+LARGEST_INPUT = 8192
+"""Likewise for A."""
 HIDING = "CheckpointFunctionBackward"
-EVERY_LAYOUT = [Layout(dim, inner) for dim in range(5) for inner in (False, True)]
-
-Finished = Callable[[str, list[Part]], None]
 
 
-class Layouts(dict[Node, list[Layout]]):
-    """Every place where the examples may be in the gradient at a node.
+class Layer(NamedTuple):
+    """A weight with Kronecker factors: the bias that is one Gaussian with it, and whether it is of (in, out)."""
 
-    None where the examples are mixed; several where what was seen could not tell them apart.
+    bias: str | None
+    inputs_first: bool
+
+
+class Batch(NamedTuple):
+    """A batch after its forward: its calls, its output, the seeds, and a random number for each seed and example.
+
+    `truth` are the gradients of sum_nk mix_k w_n <s_k, output_n>; a parameter that no gradient reaches has none.
     """
 
-    def separate(self, node: Node) -> bool | None:
-        """Tell whether the gradient at a node has a part for each example, or None where this is not known."""
-        return bool(self[node]) if node in self else None
-
-    def unsure(self) -> bool:
-        """Tell whether a node has several possible layouts."""
-        return any(len(found) > 1 for found in self.values())
-
-    def narrow(self, found: "Layouts") -> None:
-        """Keep what another trial allows too."""
-        for node, layouts in found.items():
-            self[node] = [layout for layout in self.get(node, layouts) if layout in layouts]
+    calls: list[Call]
+    output: Tensor
+    seeds: Sequence[Tensor]
+    mix: list[float]
+    weights: Tensor
+    truth: dict[str, Tensor]
 
 
-class Plan:
-    """What was found out about a kind of graph: layouts by the position of the nodes, and what has no rule."""
+class Curvature:
+    """Collects sum_n g_n^2 of some parameters, and the Kronecker factors of others.
 
-    def __init__(self, graph: Graph, layouts: Layouts) -> None:
-        self.uncovered: set[str] = set()
-        self.keep(graph, layouts)
-
-    def keep(self, graph: Graph, layouts: Layouts) -> None:
-        """Remember layouts."""
-        self._layouts = {i: layouts[node] for i, node in enumerate(graph.order) if node in layouts}
-
-    def bind(self, graph: Graph) -> Layouts:
-        """Return the layouts for another graph of the kind."""
-        return Layouts({graph.order[i]: found for i, found in self._layouts.items()})
-
-
-class SquaredGradients:
-    """Collects sum_n g_n^2 for several parameters, where g_n is the gradient of example n.
+    Args:
+        model: The model.
+        params: The parameters by name.
+        pairs: The weights that get Kronecker factors where they can, each with the name of its bias or None.
 
     Attributes:
-        totals: The sums so far by name; a parameter that was in no graph yet has none.
+        squares: sum_n g_n^2 so far, of parameters that a gradient has reached.
+        inputs: A = sum a a^T over the rows that a layer is applied to, by the weight's name.
+        outputs: sum d d^T over the rows of gradients; B is its mean over `counts` rows.
+        layers: The weights with Kronecker factors, found in the first batch; None before.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self.params = dict(params)
-        self.totals: dict[str, Tensor] = {}
-        self._plans: dict[tuple[str | int, ...], Plan] = {}
+    def __init__(
+        self, model: nn.Module, params: Mapping[str, Tensor], pairs: Mapping[str, str | None] | None = None
+    ) -> None:
+        self.params, self.pairs = dict(params), dict(pairs or {})
+        self.recorder = Recorder(model, self.params)
+        self.squares: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.layers: dict[str, Layer] | None = None if self.pairs else {}
+        self._generator = torch.Generator().manual_seed(0)
         self._warned = False
 
     @torch.no_grad()
-    def add(self, output: Tensor, seeds: Sequence[Tensor], smaller: Callable[[], Tensor | None]) -> None:
-        """Add the squared gradients of a batch: of <seed_n, output_n> for every example n and every seed.
+    def add(self, output: Tensor, seeds: Sequence[Tensor], summed: Callable[[bool], Tensor] | None = None) -> None:
+        """Add a batch, whose forward was run by `recorder.forward`.
 
         Args:
-            output: Of the shape (examples, ...), with its graph, which is used up.
-            seeds: Tensors of the output's shape.
-            smaller: Returns the same output for a few examples only, or None; trials on it are cheap.
+            output: Of the shape (examples, ...), with its graph.
+            seeds: Tensors s_k of the output's shape: the gradients are those of <s_k, output_n>.
+            summed: Returns sum_nk s_k s_k^T, or (True) its diagonal; exactly, where the seeds are draws.
         """
-        graph = Graph(output)
-        if HIDING in graph.signature:
+        _refuse_hidden(output)
+        calls, self.recorder.calls = self.recorder.calls, []
+        rows = self._rows(calls)
+        weights = torch.randn(len(output), generator=self._generator, device="cpu")
+        weights = (weights + weights.sign()).to(output)
+        mix = torch.randn(len(seeds), generator=self._generator, device="cpu").tolist() if len(seeds) > 1 else [1.0]
+        total = sum((r * s for r, s in zip(mix, seeds, strict=True)), torch.zeros_like(output))
+        total = total * weights.view(-1, *(1,) * (output.dim() - 1))
+        found = _grads(output, total, [*self.params.values(), *(call.edge for call, _ in rows.values())])
+        truth = {n: g for n, g in zip(self.params, found, strict=False) if g is not None}
+        self._check_layers(rows, dict(zip(rows, found[len(self.params) :], strict=True)), truth)
+        assert self.layers is not None
+        joined = {name for weight, layer in self.layers.items() for name in (weight, layer.bias)}
+        batch = Batch(calls, output, seeds, mix, weights, {n: g for n, g in truth.items() if n not in joined})
+        watched = self._add_inputs({n: rows[n] for n in self.layers if n in rows}, output, summed)
+        self._add_squares(batch, watched)
+
+    # -- squares ---------------------------------------------------------------------------------------------------
+
+    def _add_squares(self, batch: Batch, watched: "Mapping[str, tuple[Call, Rows]]") -> None:
+        """Run a backward pass per seed; add the squares that agree with `truth`, and the watched layers' rows."""
+        truth = batch.truth
+        for name in truth:
+            param = self.params[name]
+            self.squares.setdefault(name, torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False))
+        uses, alone = self._sources(batch)
+        slow = truth.keys() - uses.keys() - {name for names in alone.values() for name in names}
+        needed = list(dict.fromkeys([*(call for found in uses.values() for call, _ in found), *alone]))
+        edges = [*(call.edge for call in needed), *(call.edge for call, _ in watched.values())]
+        sums = {name: Sums(self.squares[name], batch) for name in truth if name not in slow} if needed else {}
+        for k, seed in enumerate(batch.seeds if edges else ()):
+            found = _grads(batch.output, seed, edges)
+            for (name, (_, rows)), grad in zip(watched.items(), found[len(needed) :], strict=True):
+                if grad is not None:
+                    _add_outer(self.outputs[name], rows.read(grad))
+            grads = {call: grad for call, grad in zip(needed, found, strict=False) if grad is not None}
+            slow |= self._add_seed(k, batch, grads, uses, alone, {n: s for n, s in sums.items() if n not in slow})
+        for name, own in sums.items():
+            if name not in slow and own.agree(truth[name]):
+                self.squares[name] += own.squares
+            else:
+                slow.add(name)
+        self._add_one_by_one(batch, sorted(slow))
+
+    def _add_seed(
+        self,
+        k: int,
+        batch: Batch,
+        grads: Mapping[Call, Tensor],
+        uses: Mapping[str, list[tuple[Call, str]]],
+        alone: Mapping[Call, list[str]],
+        sums: "Mapping[str, Sums]",
+    ) -> set[str]:
+        """Add one seed's gradients to the sums, and return the parameters for which that cannot be."""
+        failed: set[str] = set()
+        parts: dict[Call, dict[str, Part]] = {}
+        for name, own in sums.items():
+            try:
+                reached = [(call, role) for call, role in uses.get(name, ()) if call in grads]
+                for call, _ in reached:
+                    parts[call] = parts.get(call) or parts_of(call, grads[call], len(batch.output))
+                    own.note(call, grads[call])
+                own.add(k, [parts[call][role] for call, role in reached])
+            except (NoRuleError, RuntimeError, KeyError):
+                failed.add(name)
+        for call, names in alone.items():
+            inside = [name for name in names if name in sums]
+            if call in grads and inside:
+                try:
+                    for n, found in enumerate(self._each_alone(call, grads[call], inside, len(batch.output))):
+                        for name, grad in zip(inside, found, strict=True):
+                            if grad is not None:
+                                sums[name].add_one(k, n, grad)
+                    for name in inside:
+                        sums[name].note(call, grads[call])
+                except Exception:  # whatever a module does with one example: it is only a cheaper way
+                    failed.update(inside)
+        return failed
+
+    def _sources(self, batch: Batch) -> tuple[dict[str, list[tuple[Call, str]]], dict[Call, list[str]]]:
+        """Find the calls that each parameter's gradient comes from, by rules or by a module that is run again.
+
+        What has no rule is left to the innermost module around it that was called, if that was once.
+        """
+        uses: dict[str, list[tuple[Call, str]]] = {}
+        alone: dict[Call, list[str]] = {}
+        if len(batch.output) == 1:
+            return uses, alone
+        by_module: dict[nn.Module, list[Call]] = {}
+        for call in batch.calls:
+            by_module.setdefault(call.module, []).append(call)
+            for role, name in self.recorder.owned.get(call.module, {}).items():
+                if name in batch.truth and has_rule(call, role):
+                    uses.setdefault(name, []).append((call, role))
+        for name in batch.truth.keys() - uses.keys():
+            found = next((by_module[m] for m in self.recorder.around[name] if m in by_module), [])
+            if len(found) == 1:
+                alone.setdefault(found[0], []).append(name)
+        return uses, alone
+
+    def _each_alone(
+        self, call: Call, grad: Tensor, names: list[str], count: int
+    ) -> Iterator[tuple[Tensor | None, ...]]:
+        """Run a module again for each example alone, and yield the gradients of its parameters."""
+        dim = example_dim(grad.shape, count)
+        if grad.shape[dim] != count:
+            raise NoRuleError
+        for n in range(count):
+            args, kwargs = _one_of((call.args, dict(call.kwargs)), n, count, dim)
+            with torch.enable_grad():
+                output = call.module(*args, **kwargs)
+            output = output[0] if isinstance(output, tuple) else output
+            yield _grads(output, grad.narrow(dim, n, 1), [self.params[name] for name in names], keep=False)
+
+    def _add_one_by_one(self, batch: Batch, names: list[str]) -> None:
+        """Run a backward pass of the whole model for each example and seed."""
+        count = len(batch.output)
+        if not names:
+            return
+        if count > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"no batched rule for {len(names)} parameters (the first is {names[0]!r}): they take a backward pass "
+                "per example, which is exact but slow",
+                stacklevel=7,
+            )
+        for seed in batch.seeds:
+            for n in range(count):
+                alone = torch.zeros_like(seed)
+                alone[n] = seed[n]
+                found = _grads(batch.output, alone, [self.params[name] for name in names])
+                for name, grad in zip(names, found, strict=True):
+                    if grad is not None:
+                        grad = grad.to(self.squares[name].dtype)
+                        self.squares[name].addcmul_(grad, grad)
+
+    # -- Kronecker factors -----------------------------------------------------------------------------------------
+
+    def _rows(self, calls: Sequence[Call]) -> dict[str, tuple[Call, Rows]]:
+        """Return the weights that are used once, by a linear map or a convolution, with the rows of that call."""
+        wanted = self.pairs if self.layers is None else self.layers
+        found: dict[str, list[Call]] = {}
+        for call in calls:
+            if (name := self.recorder.owned.get(call.module, {}).get("weight")) in wanted:
+                found.setdefault(name, []).append(call)  # type: ignore[arg-type]
+        out = {}
+        for name, uses in found.items():
+            try:
+                if len(uses) == 1:
+                    out[name] = uses[0], rows_of(uses[0])
+            except NoRuleError:
+                continue
+        return out
+
+    def _check_layers(
+        self, rows: "dict[str, tuple[Call, Rows]]", grads: Mapping[str, Tensor | None], truth: Mapping[str, Tensor]
+    ) -> None:
+        """Find the layers in the first batch, and see in every other that their gradients are what the rules say."""
+        found: dict[str, Layer] = {}
+        for name, (_, layer) in rows.items():
+            arrived, exact = grads[name], truth.get(name)
+            if arrived is None or exact is None:
+                continue
+            d = layer.read(arrived)
+            x = torch.cat([piece.to(d.dtype) for piece in layer.inputs()])
+            weight = (x.T @ d if layer.inputs_first else d.T @ x).view_as(exact)
+            size = float(d.abs().sum()) * max(1.0, float(x.abs().max()))
+            if not _agree(weight, exact, size, d.dtype):
+                continue
+            bias = self.pairs.get(name)
+            own = truth.get(bias) if bias is not None and bias in self.params else None
+            joined = own is not None and own.shape == d.shape[1:] and _agree(d.sum(0), own, size, d.dtype)
+            # Kept as its diagonal, A has no eigenvectors that a bias could have a row of.
+            joined = joined and x.shape[1] < LARGEST_INPUT
+            found[name] = Layer(bias if joined else None, layer.inputs_first)
+        if self.layers is None:
+            self.layers = found
+        lost = next((n for n, layer in self.layers.items() if n in truth and found.get(n) != layer), None)
+        if lost is not None:
+            raise ValueError(f"the model uses {lost!r} in another way than in the first batch; use structure='diag'")
+
+    def _add_inputs(
+        self,
+        rows: "Mapping[str, tuple[Call, Rows]]",
+        output: Tensor,
+        summed: Callable[[bool], Tensor] | None,
+    ) -> "dict[str, tuple[Call, Rows]]":
+        """Add to A, and to B of a layer whose outputs are the model's; return the layers that wait for gradients."""
+        assert self.layers is not None
+        watched = {}
+        for name, (call, layer) in rows.items():
+            bias = self.layers[name].bias is not None
+            for piece in layer.inputs():
+                if name not in self.inputs:
+                    self._start(name, piece.shape[1] + bias, self.params[name].numel() // piece.shape[1])
+                _add_outer(self.inputs[name], F.pad(piece, (0, 1), value=1.0) if bias else piece)
+            self.counts[name] += layer.number
+            if summed is not None and call.edge.node is output.grad_fn and output.dim() == 2:
+                total = self.outputs[name]
+                total += summed(total.dim() == 1).to(total)  # the curvature there is known, without a backward pass
+            else:
+                watched[name] = call, layer
+        return watched
+
+    def _start(self, name: str, inputs: int, outputs: int) -> None:
+        param = self.params[name]
+        for totals, size, largest in ((self.inputs, inputs, LARGEST_INPUT), (self.outputs, outputs, LARGEST_OUTPUT)):
+            square = (size, size) if size <= largest else (size,)
+            totals[name] = torch.zeros(square, dtype=state_dtype(param), device=param.device)
+        self.counts[name] = 0
+
+    def factors(self, scales: Mapping[str, float]) -> dict[str, Kron]:
+        """Return the eigendecompositions by parameter, with B times the weight's scale, and forget the sums."""
+        out: dict[str, Kron] = {}
+        for name, (bias, inputs_first) in (self.layers or {}).items():
+            if name not in self.inputs:
+                continue
+            a = eigen(self.inputs.pop(name))
+            b = eigen(self.outputs.pop(name).mul_(scales[name] / max(self.counts[name], 1)))
+            own = slice(None) if bias is None else slice(0, -1)
+            whole = Kron(*a, *b) if inputs_first else Kron(*b, *a)
+            out[name] = whole.rows(own, None) if inputs_first else whole.rows(None, own)
+            if bias is not None:
+                last = slice(-1, None)
+                out[bias] = whole.rows(last, None) if inputs_first else whole.rows(None, last)
+        return out
+
+
+class Sums:
+    """One parameter's sums over a batch: of squares, and of gradients weighted by example and seed."""
+
+    def __init__(self, like: Tensor, batch: Batch) -> None:
+        self.squares, self.weighted = torch.zeros_like(like), torch.zeros_like(like)
+        self.weights, self.mix = batch.weights.to(like), batch.mix
+        self.size, self.dtype = 0.0, like.dtype
+
+    def note(self, call: Call, grad: Tensor) -> None:
+        """Take note of the size and the precision of what arrives at a call, the scale of the rounding errors."""
+        inputs = call.args[0] if call.args else None
+        known = isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.numel()
+        largest = float(inputs.abs().max()) if known else 1.0  # type: ignore[union-attr]
+        self.size += float(grad.abs().sum()) * max(1.0, largest) * max(abs(r) for r in self.mix)
+        if torch.finfo(grad.dtype).eps > torch.finfo(self.dtype).eps:
+            self.dtype = grad.dtype
+
+    def add(self, k: int, parts: Sequence[Part]) -> None:
+        """Add the gradients for one seed, through all calls."""
+        if len(parts) == 1:
+            parts[0].add(self.squares, self.weighted, self.weights * self.mix[k])
+        elif parts:
+            add_in_chunks(parts, self.squares, self.weighted, self.weights * self.mix[k])
+
+    def add_one(self, k: int, n: int, grad: Tensor) -> None:
+        """Add the gradient of one example for one seed."""
+        grad = grad.to(self.squares.dtype)
+        self.squares.addcmul_(grad, grad)
+        self.weighted += grad * (self.weights[n] * self.mix[k])
+
+    def agree(self, truth: Tensor) -> bool:
+        """Return whether the weighted sum is autograd's."""
+        return _agree(self.weighted, truth, self.size, self.dtype)
+
+
+def _agree(found: Tensor, truth: Tensor, size: float, dtype: torch.dtype) -> bool:
+    """Return whether two gradients are equal but for rounding, of terms whose absolute values sum to `size`."""
+    eps = torch.finfo(dtype).eps
+    error = float(torch.linalg.vector_norm(found.to(torch.promote_types(found.dtype, truth.dtype)) - truth))
+    # The gradient may be nothing but rounding, as that of an attention's key bias; then its terms give the scale.
+    return bool(error <= 3 * eps**0.5 * float(torch.linalg.vector_norm(truth)) + 100 * eps * size)
+
+
+def _add_outer(total: Tensor, rows: Tensor) -> None:
+    """Add the sum of r r^T over the rows, or its diagonal."""
+    rows = rows.to(total.dtype)
+    total += rows.square().sum(0) if total.dim() == 1 else rows.T @ rows
+
+
+def _grads(output: Tensor, seed: Tensor, inputs: Sequence[Any], *, keep: bool = True) -> tuple[Tensor | None, ...]:
+    """Return the gradients of <seed, output>, None where there is none, and keep the graph."""
+    # A scalar: with grad_outputs= torch would first import a computer algebra system.
+    with torch.enable_grad():
+        total = (output * seed).sum()
+    return torch.autograd.grad(total, inputs, retain_graph=keep, allow_unused=True)
+
+
+def _one_of(value: Any, n: int, count: int, dim: int) -> Any:
+    """Keep example n of every tensor that has `count` along `dim`, or along the first dimension."""
+    if isinstance(value, Tensor):
+        at = next((d for d in (dim, 0) if value.dim() > d and value.shape[d] == count), None)
+        return value.detach() if at is None else value.detach().narrow(at, n, 1)
+    if isinstance(value, Mapping):
+        return {k: _one_of(v, n, count, dim) for k, v in value.items()}
+    return type(value)(_one_of(v, n, count, dim) for v in value) if type(value) in (tuple, list) else value
+
+
+def _refuse_hidden(output: Tensor) -> None:
+    """Raise where reentrant checkpointing hides parameters from autograd's graph."""
+    seen, stack = set(), [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == HIDING:
             raise ValueError(
                 "the model checkpoints activations with use_reentrant=True, which hides its parameters from autograd's "
                 "graph; use use_reentrant=False, or switch checkpointing off"
             )
-        names = [name for name, param in self.params.items() if id(param) in graph.leaves]
-        if not names:
-            return
-        plan = self._plan(graph, output, smaller) if len(output) > 1 else None
-        for name in names:
-            if name not in self.totals:
-                param = self.params[name]
-                self.totals[name] = torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
-        for seed in seeds:
-            slow = names if plan is None else self._add_fast(names, graph, output, seed, plan)
-            if slow and len(output) == 1:
-                self._add_single(slow, output, seed)
-            elif slow:
-                self._add_one_by_one(slow, output, seed)
-
-    def _add_fast(self, names: list[str], graph: Graph, output: Tensor, seed: Tensor, plan: Plan) -> list[str]:
-        """Add the squared gradients of all parameters that have a rule, and return the others."""
-        layouts = plan.bind(graph)
-        fast = {name: self.params[name] for name in names if name not in plan.uncovered}
-        failed = each_part(graph, output, seed, fast, layouts, self._add_parts, guess=False)
-        if failed and layouts.unsure():
-            # The trial saw no gradients there, or too few to tell whose they are; this batch has some.
-            params = {name: self.params[name] for name in failed}
-            trial, uncovered = explore(graph, output, params)
-            layouts.narrow(trial.layouts)
-            plan.keep(graph, layouts)
-            self._give_up(plan, uncovered)
-            for name in uncovered:
-                del params[name]
-            each_part(graph, output, seed, params, layouts, self._add_parts, guess=True)
-            failed = list(uncovered)
-        return [*failed, *(name for name in names if name in plan.uncovered and name not in failed)]
-
-    def _plan(self, graph: Graph, output: Tensor, smaller: Callable[[], Tensor | None]) -> Plan:
-        """Find out about a kind of graph, on a few examples if that gives the same one."""
-        if graph.signature in self._plans:
-            return self._plans[graph.signature]
-        with torch.enable_grad():
-            few = smaller()
-        if few is not None and few.grad_fn is not None and 1 < len(few) < len(output):
-            small = Graph(few)
-            if small.signature == graph.signature:
-                graph, output = small, few
-        params = {name: p for name, p in self.params.items() if id(p) in graph.leaves}
-        trial, uncovered = explore(graph, output, params)
-        self._plans[graph.signature] = plan = Plan(graph, trial.layouts)
-        self._give_up(plan, uncovered)
-        return plan
-
-    def _give_up(self, plan: Plan, uncovered: Mapping[str, str]) -> None:
-        """Send parameters down the slow path from now on, and say so once."""
-        plan.uncovered |= set(uncovered)
-        if uncovered and not self._warned:
-            self._warned = True
-            name, why = next(iter(uncovered.items()))
-            warnings.warn(
-                f"no batched rule for {len(uncovered)} parameters (the first is {name!r}, because of {why}): they take "
-                "a backward pass per example, which is exact but slow",
-                stacklevel=7,
-            )
-
-    def _add_single(self, names: list[str], output: Tensor, seed: Tensor) -> None:
-        """Add the squared gradients of the only example that the seed is not zero for."""
-        found = grads(output, seed, [self.params[name] for name in names])
-        for name, grad in zip(names, found, strict=True):
-            if grad is not None:
-                grad = grad.to(self.totals[name].dtype)
-                self.totals[name].addcmul_(grad, grad)
-
-    def _add_one_by_one(self, names: list[str], output: Tensor, seed: Tensor) -> None:
-        for n in range(len(output)):
-            alone = torch.zeros_like(seed)
-            alone[n] = seed[n]
-            self._add_single(names, output, alone)
-
-    def _add_parts(self, name: str, parts: list[Part]) -> None:
-        """Add the squares of one parameter's gradients, summed over its uses before."""
-        total = self.totals[name]
-        if len(parts) == 1:
-            parts[0].add_squares(total)
-            return
-        for start, stop in chunks(parts[0].batch, total.numel()):
-            add_squares(total, reduce(torch.add, (part.grads(start, stop) for part in parts)))
-
-
-def each_part(
-    graph: Graph,
-    output: Tensor,
-    seed: Tensor,
-    params: Mapping[str, Tensor],
-    layouts: Layouts,
-    finished: Finished,
-    *,
-    guess: bool,
-) -> list[str]:
-    """Run a backward pass, and hand over each parameter's parts as soon as all its uses have been passed.
-
-    Args:
-        graph: The graph.
-        output: What it was made from.
-        seed: The gradient of the output.
-        params: The parameters.
-        layouts: Where the examples are.
-        finished: Takes a parameter's name and its parts.
-        guess: Whether, of several possible layouts, the first is as good as any.
-
-    Returns:
-        The parameters that turned out to have no rule, for which nothing was handed over.
-    """
-    uses = {name: list(graph.uses(p, layouts.separate)) for name, p in params.items()}
-    waiting = {name: len(found) for name, found in uses.items()}
-    parts: dict[str, list[Part]] = {name: [] for name in params}
-    failed: list[str] = []
-    at: dict[Node, list[tuple[str, Use]]] = {}
-    for name, found in uses.items():
-        for use in found:
-            at.setdefault(use.node, []).append((name, use))
-
-    def arrive(node: Node, grad: Tensor) -> None:
-        found = layouts.get(node, [])
-        unsure = len(found) > 1
-        if unsure and not grad.any():
-            return  # zero, whosever it is: as if it had not arrived
-        for name, use in at[node]:
-            if name in failed:
-                continue
-            try:
-                if not found or (unsure and not guess):
-                    raise NoRuleError
-                parts[name].append(part_of(use, grad, found[0], len(output)))
-            except NoRuleError:
-                failed.append(name)
-                del parts[name]
-                continue
-            waiting[name] -= 1
-            if waiting[name] == 0:
-                finished(name, parts.pop(name))
-
-    graph.backward(output, seed, {node: partial(arrive, node) for node in at})
-    for name, rest in parts.items():
-        # Where no gradient arrived, it is zero.
-        if rest:
-            finished(name, rest)
-    return failed
-
-
-class Trial(NamedTuple):
-    """What weighting the examples has shown.
-
-    Attributes:
-        layouts: The layouts that fit.
-        sizes: The sum of the absolute values of the gradient at each node.
-        eps: The coarsest rounding among the gradients, and at least float32's, which models may use within.
-    """
-
-    layouts: Layouts
-    sizes: dict[Node, float]
-    eps: float
-
-    def with_more(self, other: "Trial") -> "Trial":
-        """Join two trials on different nodes."""
-        layouts = Layouts(self.layouts | other.layouts)
-        return Trial(layouts, self.sizes | other.sizes, max(self.eps, other.eps))
-
-
-def try_weights(graph: Graph, output: Tensor, nodes: Sequence[Node]) -> Trial:
-    """Find where the examples are in the gradients that arrive at some nodes.
-
-    Two backward passes, the second with random weights w_n on the examples: the slice of a gradient that belongs to
-    example n alone is w_n times what it was. All slices along all dimensions are compared by random projections.
-    """
-    generator = torch.Generator().manual_seed(0)
-    seed, weights = random_like(output, generator), example_weights(output, generator)
-    plain, weighted = (_projections(graph, output, s, nodes) for s in (seed, seed * weights))
-    eps = max(torch.finfo(t).eps for t in (torch.float32, *(found.dtype for found in plain.values())))
-    weight = weights.flatten().cpu().double()
-    layouts = Layouts()
-    for node in nodes:
-        if node not in weighted or plain[node].size == 0:
-            # A gradient that is zero, or did not arrive, may be anyone's.
-            layouts[node] = EVERY_LAYOUT
-            continue
-        layouts[node] = [
-            Layout(dim, inner)
-            for dim, (a, b) in enumerate(zip(plain[node].slices, weighted[node].slices, strict=True))
-            if a.shape[1] % len(output) == 0
-            for inner in ((False, True) if a.shape[1] > len(output) else (False,))
-            if _fits(a, b, weight[Layout(dim, inner).owners(a.shape[1], len(output))], eps**0.5)
-        ]
-    return Trial(layouts, {node: found.size for node, found in plain.items()}, eps)
-
-
-def _fits(plain: Tensor, weighted: Tensor, weight: Tensor, tolerance: float) -> bool:
-    """Tell whether every slice has its weight, by two projections of each, measured by the slice's norm."""
-    norm = plain[2].sqrt()
-    error = (weighted[:2] - plain[:2] * weight).abs().amax(0)
-    return bool((error <= tolerance * (norm + norm.max() / 100)).all())
-
-
-class Projections(NamedTuple):
-    """A gradient's slices along each dimension: two random projections and the sum of squares, (3, slices).
-
-    And the sum of all absolute values, and the dtype.
-    """
-
-    slices: list[Tensor]
-    size: float
-    dtype: torch.dtype
-
-
-def _projections(graph: Graph, output: Tensor, seed: Tensor, nodes: Sequence[Node]) -> dict[Node, Projections]:
-    """Project the gradients that arrive at some nodes."""
-    out: dict[Node, Projections] = {}
-
-    def project(node: Node, grad: Tensor) -> None:
-        generator, exact = torch.Generator().manual_seed(1), grad.to(state_dtype(grad))
-        terms = torch.stack([exact * rank_one(exact, generator), exact * rank_one(exact, generator), exact**2])
-        others = ([d for d in range(1, terms.dim()) if d != dim] for dim in range(1, terms.dim()))
-        slices = [(terms.sum(dims) if dims else terms).cpu().double() for dims in others]
-        out[node] = Projections(slices, float(exact.abs().sum(dtype=wide(exact))), grad.dtype)
-
-    graph.backward(output, seed, {node: partial(project, node) for node in nodes})
-    return out
-
-
-def explore(graph: Graph, output: Tensor, params: Mapping[str, Tensor]) -> tuple[Trial, dict[str, str]]:
-    """Find where the examples are in every use of some parameters, and which parameters have no rule, and why."""
-    trial = Trial(Layouts(), {}, 0.0)
-    for _ in range(ROUNDS):
-        uses = (use for p in params.values() for use in graph.uses(p, trial.layouts.separate))
-        unknown = {use.node: None for use in uses if use.node not in trial.layouts}
-        if not unknown:
-            break
-        trial = trial.with_more(try_weights(graph, output, list(unknown)))
-    try:
-        return trial, find_uncovered(graph, output, params, trial)
-    except RuntimeError as error:
-        # Checkpointing, for one, lets nobody else read what it has saved.
-        return trial, dict.fromkeys(params, type(error).__name__)
-
-
-def find_uncovered(graph: Graph, output: Tensor, params: Mapping[str, Tensor], trial: Trial) -> dict[str, str]:
-    """Return the parameters whose rules do not exist or do not give autograd's gradient, with an operation to blame.
-
-    For random weights w_n on the examples, sum_n w_n g_n from the rules must be the gradient of the weighted sum.
-    """
-    uses = {name: list(graph.uses(p, trial.layouts.separate)) for name, p in params.items()}
-    out = {}
-    for name, found in uses.items():
-        for use in found:
-            if use.node not in trial.layouts or (kind(use.node), use.place) not in RULES:
-                out[name] = kind(use.node)
-    good = {name: param for name, param in params.items() if name not in out}
-    generator = torch.Generator().manual_seed(2)
-    seed, weights = random_like(output, generator), example_weights(output, generator)
-    exacts = graph.backward(output, seed * weights, {}, inputs=list(good.values()))
-    truth = dict(zip(good, exacts, strict=True))
-
-    def compare(name: str, parts: list[Part]) -> None:
-        exact = truth.pop(name)
-        error = torch.zeros_like(params[name]) if exact is None else exact.neg()
-        for part in parts:
-            error += part.weighted_sum(weights.flatten().to(error.dtype))
-        size = 0.0 if exact is None else float(torch.linalg.vector_norm(exact))
-        # The gradient may be nothing but rounding, as that of an attention's key bias; then its terms give the scale.
-        terms = sum(trial.sizes.get(use.node, 0.0) for use in uses[name])
-        if not float(torch.linalg.vector_norm(error)) <= 10 * trial.eps**0.5 * size + 100 * trial.eps * terms:
-            out[name] = kind(uses[name][0].node)
-
-    failed = each_part(graph, output, seed, good, trial.layouts, compare, guess=True)
-    for name in set(truth).difference(failed):
-        compare(name, [])  # nothing arrived for it
-    return out | {name: kind(uses[name][0].node) for name in failed}
-
-
-def random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return normal numbers in a tensor's shape, the same on every device."""
-    return torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
-
-
-def rank_one(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the outer product of a random vector per dimension: as good to project on, and cheaper to make."""
-    out = tensor.new_ones(())
-    for dim, size in enumerate(tensor.shape):
-        vector = torch.randn(size, generator=generator, device="cpu").to(tensor)
-        out = out * vector.view(-1, *(1,) * (tensor.dim() - 1 - dim))
-    return out
-
-
-def example_weights(output: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a weight per example, away from zero, in a shape that broadcasts over the output."""
-    weights = torch.randn(len(output), generator=generator, device="cpu")
-    weights = weights + weights.sign()
-    return weights.to(output).view(-1, *(1,) * (output.dim() - 1))
+        stack.extend(below for below, _ in node.next_functions)

@@ -26,13 +26,13 @@ MUTANTS = [
         ("a flat prior has the prior's precision", "prior = self.damping if self.flat else", "prior =", "flat_prior"),
     ),
     *of(
-        "methods/laplace/passes.py",
+        "methods/laplace/fit.py",
         "test_laplace.py",
         ("num_data is not used", "num_data / self.count", "1.0", "num_data"),
         ("train mode", "with evaluation(self.model), mean", "with torch.no_grad(), mean", "dropout_is_off"),
     ),
     *of(
-        "methods/laplace/passes.py",
+        "methods/laplace/fit.py",
         "test_laplace_exact.py",
         (
             "Ninflate is not in the curvature",
@@ -40,6 +40,7 @@ MUTANTS = [
             "scale",
             "gauss_newton or fit_equals",
         ),
+        ("labels are not shifted", "moved.to(target.device) if isinstance(moved, Tensor)", "target if True", "causal"),
     ),
     *of(
         "methods/laplace/fit.py",
@@ -56,17 +57,55 @@ MUTANTS = [
             "torch.add(self.left_values.unsqueeze(1), self.right_values)",
             "dense or factors",
         ),
-        ("a draw by the variance", "self.variances(ridge).sqrt_()", "self.variances(ridge)", "joint_gaussian"),
+        (
+            "a draw by the variance",
+            "noise.to(self.left_values.dtype) * self.variances(ridge).sqrt_()",
+            "noise.to(self.left_values.dtype) * self.variances(ridge)",
+            "joint_gaussian",
+        ),
         ("std by vectors that are not squared", "else basis.square()", "else basis.abs()", "dense or factors"),
     ),
     *of(
-        "methods/laplace/factors.py",
+        "methods/laplace/curvature.py",
         "test_laplace_kron.py",
         ("B is the sum", "scales[name] / max(self.counts[name], 1)", "scales[name]", "dense or every_layer"),
         ("the bias has no input", "(0, 1), value=1.0)", "(0, 1), value=0.0)", "dense or every_layer"),
         ("the bias has another's row", "last = slice(-1, None)", "last = slice(0, 1)", "dense or every_layer"),
         ("A and B change places", "else Kron(*b, *a)", "else Kron(*a, *b)", "dense or every_layer"),
         ("A without its outer products", "else rows.T @ rows", "else (rows.T @ rows).diag().diag()", "dense"),
+    ),
+    *of(
+        "methods/laplace/curvature.py",
+        "test_curvature.py",
+        (
+            "the check does not weigh the examples",
+            "(weights + weights.sign()).to(output)",
+            "output.new_ones(len(output))",
+            "ragged",
+        ),
+        ("the check always agrees", "bool(error <= 3 *", "bool(True or error <= 3 *", "ragged or wrong_rule"),
+        (
+            "an example's gradient for every example",
+            "grad.narrow(dim, n, 1)",
+            "grad.narrow(dim, 0, 1)",
+            "runs_again or every_use",
+        ),
+    ),
+    *of(
+        "methods/laplace/rules.py",
+        "test_curvature.py",
+        (
+            "squares of a product of sums",
+            "flat.addmm_(left.squeeze(1).square().T, right",
+            "flat.addmm_(left.squeeze(1).T, right",
+            "seeds",
+        ),
+        (
+            "rows looked up twice are squared apart",
+            "squares.index_add_(0, rows, sums.square_())",
+            "squares.index_add_(0, self.rows.flatten(), self.outputs.flatten(0, 1).square())",
+            "every_use",
+        ),
     ),
     *of(
         "methods/laplace/method.py",
@@ -88,10 +127,20 @@ MUTANTS = [
     *of(
         "methods/laplace/closed_form.py",
         "test_laplace_last_layer.py",
-        ("outputs without the bias's spread", "z + own.right.squeeze(0)", "z", "closed_form"),
-        ("diagonal outputs without the bias's", "q + whole(self.bias.std).square()", "q", "closed_form"),
-        ("the std for the variance", "@ spread.square().T", "@ spread.T", "closed_form"),
-        ("features in the wrong basis", "x if kron.right is None else x @ kron.right", "x", "closed_form"),
+        (
+            "outputs without the bias's spread",
+            "None if own is None or own.right is None else own.right.squeeze(0)",
+            "None",
+            "closed_form",
+        ),
+        (
+            "diagonal outputs without the bias's",
+            "None if self.bias is None else whole(self.bias.std).square()",
+            "None",
+            "closed_form",
+        ),
+        ("the std for the variance", "whole(self.weight.std).square().T", "whole(self.weight.std).T", "closed_form"),
+        ("features in the wrong basis", "return Spread(kron.right, shift", "return Spread(None, shift", "closed_form"),
     ),
     *of(
         "methods/laplace/tuning.py",
