@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from bayesify import bayesify, named_posteriors, param_groups, penalty
+from bayesify.core.scales import step_size
 
 
 @pytest.fixture
@@ -22,7 +23,8 @@ def test_every_trainable_parameter_is_in_exactly_one_group(model):
     groups = param_groups(model, 0.1, head="fc", lr_head=1.0, lr_sig=0.01)
     listed = [id(p) for g in groups for p in g["params"]]
     assert sorted(listed) == sorted(id(p) for p in model.parameters() if p.requires_grad)
-    assert {n: g["lr"] for n, g in by_name(groups).items()} == {"body": 0.1, "head": 1.0, "sig": 0.01, "rest": 0.1}
+    rates = {"body": 0.1, "head": 1.0, "sig": 0.01 / step_size(26), "rest": 0.1}
+    assert {n: g["lr"] for n, g in by_name(groups).items()} == rates
     posteriors = dict(named_posteriors(model))
     assert {id(p) for p in by_name(groups)["head"]["params"]} == {
         id(posteriors["fc.weight"].original),
@@ -53,7 +55,12 @@ def test_an_optimizer_takes_the_groups(model):
     optimizer = torch.optim.SGD(param_groups(model, 0.1, lr_sig=0.2), momentum=0.9)
     penalty(model, 10).backward()
     optimizer.step()
-    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.2]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.2 / step_size(42)]
+
+
+def test_a_spread_without_natural_steps_takes_lr_sig_as_it_is(model):
+    bayesify(model, "vi", prior_sig=0.1)
+    assert {n: g["lr"] for n, g in by_name(param_groups(model, 0.1, lr_sig=0.2)).items()} == {"body": 0.1, "sig": 0.2}
 
 
 @pytest.mark.parametrize(

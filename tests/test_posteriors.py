@@ -27,11 +27,14 @@ def test_pullback_is_what_autograd_says(method: str, options: dict, dtype: torch
     param = nn.Parameter(torch.randn(4, 3).to(dtype))
     q = REGISTRY[method](**options).posterior(param, Prior(torch.randn(4, 3).to(dtype), SIG), fixed_row=fixed_row)
     q.attach("weight", holder(param), "weight", None)
-    grad, coef = torch.randn(4, 3).to(dtype), torch.tensor(0.3, dtype=torch.float64)
-    for g, c in ((grad, coef), (grad, None), (None, coef)):
-        wanted = autograd_pullback(q, param, 1, g, c, create_graph=False)
+    grad, coef = torch.randn(4, 3).to(dtype), 0.3
+    pairs = [(lambda: q.pullback(param, 1, grad), autograd_pullback(q, param, 1, grad, create_graph=False))]
+    for pull in (0.0, 0.2):
+        wanted = Posterior.energy_pull(q, param, coef, 0.0 if method == "vanilla" else pull)
+        pairs.append((lambda pull=pull: q.energy_pull(param, coef, pull), wanted))
+    for find, wanted in pairs:
         with torch.no_grad():
-            found = q.pullback(param, 1, g, c)
+            found = find()
         for f, w in zip(found, wanted, strict=True):
             if w is None:
                 assert f is None or not f.any()
@@ -277,9 +280,10 @@ def test_generic_defaults():
     assert torch.equal(q(param), param)
     assert torch.equal(q.mean, param.detach())
     assert torch.equal(q.std, torch.zeros(3))
-    (grad,) = q.pullback(param, 1, torch.full((3,), 2.0), torch.tensor(3.0))
+    (grad,), (pull,) = q.pullback(param, 1, torch.full((3,), 2.0)), q.energy_pull(param, 3.0, 0.5)
     assert torch.equal(q.draw(param, 1), param + 0.5 * q.noise_of(1))
-    assert torch.equal(grad, torch.full((3,), 5.0))
+    assert torch.equal(grad, torch.full((3,), 2.0))
+    assert torch.equal(pull, torch.full((3,), 3.5))
     with pytest.raises(NotImplementedError):
         Posterior(param, Prior(torch.zeros(3), 1.0)).theta(param, param)
     with pytest.raises(NotImplementedError):

@@ -1,22 +1,19 @@
-"""The pull to the prior mean: its formula, where it ends, that it holds nobody at the start, who has it."""
-
-import math
+"""The prior of unknown scale: its closed form and gradient, who has it, and where training ends."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import IVON, SGLD, bayesify, load, named_posteriors, param_groups, penalty, save
-from bayesify.core.pull import MEMORY, NEAREST, SHARE
-from bayesify.core.scales import PULL
+from bayesify import IVON, bayesify, named_posteriors, param_groups, penalty
+from bayesify.core.scales import PULL, SHARE, nearest
 
 METHODS = ("vi", "mc_dropout", "sgld", "la", "ivon", "swag")
 
 
-def net(seed=0):
+def net(seed=0, wide=5):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    return nn.Sequential(nn.Linear(6, wide), nn.ReLU(), nn.Linear(wide, 3)).double()
 
 
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)).double(), torch.arange(40) % 3
@@ -31,166 +28,171 @@ def moved(model, by=0.1):
     return model
 
 
-def seen(model, optimizer):
-    """Return the gradients with which an optimizer makes a step, before and after what acts in between."""
-    optimizer.zero_grad()
-    (F.cross_entropy(model(X.to(next(model.parameters()).dtype)), Y) + penalty(model, 40)).backward()
-    before = {n: q.original.grad.clone() for n, q in named_posteriors(model)}
-    optimizer.step()
-    return before, {n: q.original.grad.clone() for n, q in named_posteriors(model)}
-
-
-def sums(model, grads):
-    """Return the gain per e-fold of the distance, and the squared relative distance."""
-    away = {n: q.original.detach() - q.prior_mean for n, q in named_posteriors(model)}
-    gain = -sum(float((grads[n] * away[n]).sum()) for n in away)
-    return gain, sum(float((away[n] / q.prior_sig).square().sum()) for n, q in named_posteriors(model)), away
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_pull_is_its_formula(dtype):
-    model = moved(bayesify(net().to(dtype), "la", pull=1e9))  # c is then never the smaller one
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    most = mean = 0.0
-    for step in range(3):
-        before, after = seen(model, optimizer)
-        gain, distance, away = sums(model, before)
-        mean += MEMORY * (gain - mean)
-        most = max(most, mean)
-        factor = SHARE * most / max(distance, NEAREST * 53)
-        for name, q in named_posteriors(model):
-            exact = before[name] + factor * away[name] / q.prior_sig**2
-            torch.testing.assert_close(after[name], exact, msg=f"step {step}")
-        with torch.no_grad():
-            for name, q in named_posteriors(model):  # along the gradient, where a step further gains
-                q.original.copy_(q.prior_mean - (0.3 + step) * before[name])
-    assert most > 0
-
-
-def test_a_small_strength_is_a_gradient_of_the_logarithm():
-    model = moved(bayesify(net(), "la", pull=1e-6))
-    for _, q in named_posteriors(model):
-        q.original.requires_grad_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        for _, q in named_posteriors(model):  # against the gradient: a step further gains
-            q.original.copy_(q.prior_mean)
-    F.cross_entropy(model(X), Y).backward()
-    with torch.no_grad():
-        for _, q in named_posteriors(model):
-            q.original.sub_(q.original.grad, alpha=0.1)
-    before, after = seen(model, optimizer)
-    means = {n: q.original for n, q in named_posteriors(model)}
-    distance = sum((means[n] - q.prior_mean).square().sum() / q.prior_sig**2 for n, q in named_posteriors(model))
-    exact = torch.autograd.grad(1e-6 / 2 * distance.log(), list(means.values()))
-    for name, grad in zip(means, exact, strict=True):
-        torch.testing.assert_close(after[name] - before[name], grad, rtol=1e-6, atol=1e-15)
-
-
-def test_training_ends_where_going_further_gains_less_than_the_strength():
-    """Loss exp(-a), a the way from the start: the gain per e-fold a exp(-a) falls to c at a known place."""
-    model = nn.Module()
-    model.theta = nn.Parameter(torch.ones(4, dtype=torch.float64))
-    model.forward = lambda: torch.exp(1 - model.theta.mean())
-    bayesify(model, "la", pull=0.1)
-    (q,) = (q for _, q in named_posteriors(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model.train()
-    for _ in range(3000):
-        optimizer.zero_grad()
-        (model() + 0 * penalty(model, 10)).backward()
-        optimizer.step()
-    a = float(q.mean.mean()) - 1
-    assert a * math.exp(-a) == pytest.approx(0.1, rel=1e-3)
-    assert a > 1  # on the far side of the largest gain
-
-
-def test_the_start_holds_nobody():
-    """However strong, the pull is at most half of what the gradients promise: the model leaves its start."""
-    model = bayesify(net(), "la", pull=1e6)
-    plain, start = net(), F.cross_entropy(net()(X), Y)
-    for one in (model, plain):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(50):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(one(X), Y)
-            (loss if one is plain else loss + penalty(one, 40)).backward()
-            optimizer.step()
-    with torch.no_grad():
-        gains = [float(start - F.cross_entropy(one.eval()(X), Y)) for one in (model, plain)]
-    assert gains[0] > gains[1] / 4
+def prior(model, c=PULL):
+    """Return c/2 log(1 + D/D0) by plain operations."""
+    away = [(q.original - q.prior_mean) / q.prior_sig for _, q in named_posteriors(model)]
+    weights = sum(a.numel() for a in away)
+    return c / 2 * torch.log1p(sum(a.double().square().sum() for a in away) / max(SHARE**2 * weights, 1))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_it_where_nothing_was_chosen(method):
-    def pulled(**options):
+def test_the_penalty_has_it_where_nothing_was_chosen(method):
+    def value(**options):
         model = moved(bayesify(net(), method, **options))
-        if method == "sgld":
-            optimizer = SGLD(model, 1e-9, num_data=40)
-        elif method == "ivon":
-            optimizer = IVON(model, 1e-9, num_data=40)
-        else:
-            optimizer = torch.optim.SGD(param_groups(model, 1e-9), lr=1e-9)
-        for _, q in named_posteriors(model):
-            q.most_gain = 1.0
-        before, after = seen(model, optimizer)
-        return sum(float((after[n] - before[n]).abs().sum()) for n in before)
+        return penalty(model, 40).detach(), model
 
+    whole, model = value()
+    without, _ = value(pull=0.0)
+    torch.testing.assert_close(whole - without, prior(model).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(value(pull=0.3)[0] - without, prior(model, 0.3).detach(), rtol=1e-12, atol=1e-12)
     factor = {"vi": "kld", "mc_dropout": "kld"}.get(method, "Ninflate")
-    assert pulled() > 0
-    assert pulled(pull=2 * PULL) == pytest.approx(2 * pulled())
-    assert pulled(pull=0.0) == pulled(prior_sig=0.1) == pulled(**{factor: 1.0}) == 0
+    for chosen in ({"prior_sig": 0.1}, {factor: 1.0}):
+        assert value(**chosen)[0] == value(**chosen, pull=0.0)[0]
 
 
-def test_vanilla_and_training_without_a_penalty_have_none():
-    for method, prior in (("vanilla", True), ("la", False)):
-        model = moved(bayesify(net(), method))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        (F.cross_entropy(model(X), Y) + (penalty(model, 40) if prior else 0)).backward()
+def test_only_weights_with_a_relative_prior_have_it():
+    model = moved(bayesify(net(), "la", prior_sig={"0.*": 0.1}))
+    other = moved(bayesify(net(), "la", prior_sig={"0.*": 0.1}, pull=0.0))
+    near = [(q.original - q.prior_mean) / q.prior_sig for n, q in named_posteriors(model) if n.startswith("2")]
+    exact = PULL / 2 * torch.log1p(sum(a.square().sum() for a in near) / 1.0)
+    torch.testing.assert_close(penalty(model, 40) - penalty(other, 40), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", ["vi", "mc_dropout", "la"])
+def test_its_gradient_is_that_of_the_closed_form(method, dtype):
+    grads = []
+    for c in (PULL, 0.0):
+        model = moved(bayesify(net().to(dtype), method, pull=c, **({"init_sig": 0.1} if method == "vi" else {})))
+        penalty(model, 40).backward()
+        grads.append({n: q.original.grad for n, q in named_posteriors(model)})
+    means = {n: q.original for n, q in named_posteriors(model)}
+    exact = torch.autograd.grad(prior(model), list(means.values()))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    for (name, grad), wanted in zip(grads[0].items(), exact, strict=True):
+        torch.testing.assert_close(grad - grads[1][name], wanted.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_the_penalty_is_twice_differentiable():
+    model = moved(bayesify(net(), "la"))
+    means = [q.original for _, q in named_posteriors(model)]
+    grads = torch.autograd.grad(penalty(model, 40), means, create_graph=True)
+    found = torch.autograd.grad(sum(g.square().sum() for g in grads), means)
+    kappa = model._bayesify_scope.method.scale(40)
+    away = [
+        ((m - q.prior_mean) / q.prior_sig).square().sum()
+        for m, (_, q) in zip(means, named_posteriors(model), strict=True)
+    ]
+    grads = torch.autograd.grad(kappa / 2 * sum(away) + prior(model), means, create_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(sum(g.square().sum() for g in grads), means))
+
+
+def test_d0_is_a_share_of_the_scale_but_not_below_one():
+    assert nearest(18) == nearest(100_000) == 1.0
+    assert nearest(10**8) == pytest.approx(SHARE**2 * 1e8)
+
+
+@pytest.mark.parametrize("second", [None, 0.99])
+def test_ivon_has_it_in_its_step(second):
+    """One step from the same state with and without: the difference is lr p (m - theta0), preconditioned with b2."""
+    after = []
+    for c in (PULL, 0.0):
+        model = moved(bayesify(net(), "ivon", pull=c))
+        optimizer = IVON(model, 0.1, num_data=40, betas=(0.9, second))
+        torch.manual_seed(3)
+        optimizer.run = {**optimizer.run, "seed": 5}
+        optimizer._announce()
+        before = {n: (q.original.detach().clone(), q.h.clone()) for n, q in named_posteriors(model)}
+        (F.cross_entropy(model(X), Y) + penalty(model, 40)).backward()
+        away = sum(
+            ((m - q.prior_mean) / q.prior_sig).square().sum()
+            for (m, _), (_, q) in zip(before.values(), named_posteriors(model), strict=True)
+        )
         optimizer.step()
-        assert all(q.gain == 0 for _, q in named_posteriors(model))
+        after.append(dict(named_posteriors(model)))
+    for name, (mean, h) in before.items():
+        pulled, free = (a[name] for a in after)
+        exact = -0.1 * PULL / (1 + away) / free.prior_sig**2 * (mean - free.prior_mean)
+        exact *= 0.1 if second is None else (h.mean() + free.delta) / (free.h + free.delta)  # the warm-up's first step
+        torch.testing.assert_close(pulled.original.detach() - free.original.detach(), exact)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_leaves_no_trace(value):
-    model = moved(bayesify(net(), "la"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen(model, optimizer)
-    before = [(q.gain, q.most_gain) for _, q in named_posteriors(model)]
-    (F.cross_entropy(model(X), Y) + penalty(model, 40)).backward()
-    next(q.original for _, q in named_posteriors(model)).grad[0] = value
-    optimizer.step()
-    assert [(q.gain, q.most_gain) for _, q in named_posteriors(model)] == before
+# -- a convex problem has one optimum, however it is reached -----------------------------------------------------------
+
+INPUTS = torch.randn(60, 5, generator=torch.Generator().manual_seed(0)).double()
+LABELS = (INPUTS[:, 0] - INPUTS[:, 1] + 0.5 * INPUTS[:, 2] > 0).long()
 
 
-def test_parameters_of_another_optimizer_are_left_alone():
-    model = moved(bayesify(net(), "la"))
-    body = torch.optim.SGD(model[0].parameters(), lr=0.0)
-    for _, q in named_posteriors(model):
-        q.most_gain = 1.0
-    (F.cross_entropy(model(X), Y) + penalty(model, 40)).backward()
-    before = {n: q.original.grad.clone() for n, q in named_posteriors(model)}
-    body.step()
-    changed = {n for n, q in named_posteriors(model) if not torch.equal(before[n], q.original.grad)}
-    assert changed == {"0.weight", "0.bias"}
+def logistic():
+    torch.manual_seed(0)
+    return bayesify(nn.Linear(5, 3).double(), "la")  # 18 weights
 
 
-def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
-    model = bayesify(net(), "la", pull=0.01)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(5):
-        seen(model, optimizer)
-    assert next(q.most_gain for _, q in named_posteriors(model)) > 0
-    for _, q in named_posteriors(model):
-        q.gain = -0.1  # as it is beyond the optimum
-    twin = bayesify(net(), "la", pull=0.01)
-    twin.load_state_dict(model.state_dict())
-    save(model, tmp_path)
-    loaded = load(net(), tmp_path)
-    for one in (twin, loaded, model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(5):
-            seen(one, optimizer)
-    for copied in (twin, loaded):
-        for (_, a), (_, b) in zip(named_posteriors(model), named_posteriors(copied), strict=True):
-            assert torch.equal(a.mean, b.mean)
+def loss_of(model, rows=slice(None)):
+    return F.cross_entropy(model(INPUTS[rows]), LABELS[rows])
+
+
+def by(make, steps, *, clip=None, logging=False, accumulate=1):
+    """Train by the optimizers of `make`; return the squared relative distance from the prior mean."""
+    model = logistic()
+    optimizers = make(model)
+    for _ in range(steps):
+        model.zero_grad()
+        for rows in torch.arange(60).chunk(accumulate):
+            ((loss_of(model, rows) + penalty(model, 60)) / accumulate).backward()
+        if logging:
+            penalty(model, 60)
+            penalty(model, 7).detach()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for optimizer in optimizers:
+            optimizer.step()
+    return distance_of(model)
+
+
+def distance_of(model):
+    return float(sum(((q.mean - q.prior_mean) / q.prior_sig).square().sum() for _, q in named_posteriors(model)))
+
+
+def lbfgs():
+    model = logistic()
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=300, line_search_fn="strong_wolfe", tolerance_change=1e-12
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model) + penalty(model, 60)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return distance_of(model)
+
+
+def sgd(lr):
+    return lambda model: [torch.optim.SGD(model.parameters(), lr, momentum=0.9)]
+
+
+def test_a_convex_problem_ends_at_one_point():
+    exact = lbfgs()
+    assert exact > 1
+    ends = {
+        "lr .05": by(sgd(0.05), 1500),
+        "lr .5": by(sgd(0.5), 400),
+        "lr 2": by(sgd(2.0), 200),
+        "two optimizers": by(lambda m: [torch.optim.SGD([p], 0.5, momentum=0.9) for p in m.parameters()], 400),
+        "clipped": by(sgd(0.5), 400, clip=0.05),
+        "logged": by(sgd(0.5), 400, logging=True),
+        "accumulated": by(sgd(0.5), 400, accumulate=2),
+        "groups": by(lambda m: [torch.optim.SGD(param_groups(m, 0.5), momentum=0.9)], 400),
+    }
+    assert ends == {name: pytest.approx(exact, rel=0.01) for name in ends}
+
+
+def test_nothing_is_registered_with_optimizers_in_general():
+    from torch.optim import optimizer as general
+
+    by(sgd(0.5), 2)
+    for hooks in (general._global_optimizer_pre_hooks, general._global_optimizer_post_hooks):
+        assert not [h for h in hooks.values() if h.__module__.startswith("bayesify")]

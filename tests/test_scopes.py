@@ -120,7 +120,7 @@ def test_a_part_in_eval_mode_samples_while_its_model_trains(method: str):
 def test_a_frozen_normalization_learns_its_spread_from_the_data_too():
     """BatchNorm in eval mode inside a training model: the gradient of rho is that of the loss and of the prior."""
     torch.manual_seed(0)
-    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), init_sig=0.3)
+    model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), init_sig=0.3, natural=False)
     model[1].eval()
     rho = model[1].parametrizations.weight[0].rho
     (by_prior,) = torch.autograd.grad(penalty(model, 10), rho)
@@ -233,13 +233,13 @@ def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
 
     class Sampled:
         @staticmethod
-        def apply(posterior, seed, value, *tensors):
-            return posterior.theta(tensors[0], posterior.noise_of(seed)), None
+        def apply(posterior, seed, *tensors):
+            return posterior.theta(tensors[0], posterior.noise_of(seed))
 
     class Penalty:
         @staticmethod
-        def apply(value, terms, *tensors):
-            return sum(t.posterior.energy(t.posterior.original, t.scale) for t in terms)
+        def apply(terms, *tensors):
+            return sum(p.energy(p.original, terms.scale) for p in terms.posteriors)
 
     patch.setattr(draws, "Sampled", Sampled)
     patch.setattr(prior_term, "Penalty", Penalty)

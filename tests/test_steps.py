@@ -1,12 +1,11 @@
-"""What optimizer steps tell: mistakes in training are named, and what fused optimizers write is noticed."""
+"""Training loops: closures, several optimizers and optimizers in optimizers give the steps of a plain loop."""
 
 import pytest
 import torch
 from cases import MLP, tensor
 from torch import nn
 
-from bayesify import SGLD, bayesify, named_posteriors, param_groups, penalty, sample
-from bayesify.core.steps import PATIENCE, SETTLED
+from bayesify import SGLD, bayesify, param_groups, penalty, sample
 
 X = tensor(5, 4)
 
@@ -36,62 +35,6 @@ def test_a_pinned_theta_follows_a_fused_optimizer(cls):
     torch.testing.assert_close(after[0], after[1])
 
 
-def test_a_backward_after_a_fused_step_is_refused():
-    model = bayesify(MLP())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    loss = model(X).square().mean()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified between the forward pass and its backward pass"):
-        loss.backward()
-
-
-def test_weight_decay_on_the_spread_warns_once():
-    model = bayesify(MLP())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with pytest.warns(UserWarning, match=r"weight decay 0.01 of AdamW pulls at .*spread.*param_groups\(model, lr\)"):
-        train(model, optimizer)
-    train(model, optimizer)
-    train(model, torch.optim.AdamW(param_groups(model, 0.01), weight_decay=0.1))
-    for method in ("mc_dropout", "la"):
-        other = bayesify(MLP(), method)
-        train(other, torch.optim.AdamW(other.parameters(), lr=0.01))
-
-
-def test_a_spread_that_no_optimizer_moves_warns_once():
-    model = MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    bayesify(model)
-    train(model, optimizer, steps=SETTLED - 1)
-    with pytest.warns(UserWarning, match=r"spread of 'token' and 6 others is in no optimizer.*after bayesify"):
-        train(model, optimizer)
-    train(model, optimizer, steps=SETTLED)
-
-
-def test_a_spread_with_an_optimizer_of_its_own_or_frozen_does_not_warn(recwarn):
-    model = bayesify(MLP())
-    groups = param_groups(model, 0.01)
-    train(model, *(torch.optim.SGD([g], lr=0.01) for g in groups), steps=SETTLED + 1)
-    frozen = bayesify(MLP())
-    for name, p in frozen.named_parameters():
-        p.requires_grad_("rho" not in name)
-    train(frozen, torch.optim.SGD([p for p in frozen.parameters() if p.requires_grad], lr=0.01), steps=SETTLED + 1)
-    assert not recwarn.list
-
-
-def test_a_chain_moved_by_another_optimizer_warns_once():
-    model = bayesify(MLP(), "sgld")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with pytest.warns(UserWarning, match=r"'sgld' is trained by SGD, which gives it no posterior.*use bayesify.SGLD"):
-        train(model, optimizer)
-    train(model, optimizer)
-
-    class Faster(SGLD):
-        """A sampler that somebody derived from ours."""
-
-    train(model, Faster(model, 0.01, num_data=10))
-
-
 def test_a_chain_in_eval_mode_is_refused():
     model = bayesify(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "sgld", thin=1)
     chain = SGLD(model, 0.01, num_data=10)
@@ -103,16 +46,6 @@ def test_a_chain_in_eval_mode_is_refused():
     with pytest.raises(RuntimeError, match=r"SGLD makes a step while the model is in eval mode.*model.train\(\)"):
         train(model, chain)
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_optimizers_of_other_models_are_left_alone(recwarn):
-    bayesify(MLP())
-    plain = nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    for _ in range(SETTLED + 1):
-        plain(X).sum().backward()
-        optimizer.step()
-    assert not recwarn.list
 
 
 @pytest.mark.parametrize("method", ["vi", "mc_dropout"])
@@ -163,7 +96,7 @@ def test_writing_to_the_mean_does_not_warn(recwarn):
     assert not recwarn.list
 
 
-# -- gradients that methods change -------------------------------------------------------------------------------------
+# -- ways to make a step -----------------------------------------------------------------------------------------------
 
 
 def trained(method: str, make, *, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -208,25 +141,6 @@ def test_optimizers_for_means_and_spreads_do_what_one_does_for_both(order: int):
     torch.testing.assert_close(trained("vi", make), trained("vi", one), rtol=0, atol=0)
 
 
-def test_no_gradient_is_changed_twice():
-    model = bayesify(MLP(), "vi", prior_mean="zero")
-    for _, q in named_posteriors(model):
-        q.most_gain = 1.0  # the pull of a run that has come some way
-    body, head = (torch.optim.SGD(part.parameters(), lr=0.0) for part in (model.inp, model.out))
-    (model(X).square().mean() + penalty(model, 10)).backward()
-    plain = [p.grad.clone() for p in model.inp.parameters()]
-    body.step()
-    changed = [p.grad.clone() for p in model.inp.parameters()]
-    assert not any(map(torch.equal, plain, changed))
-    head.step()
-    body.step()
-    assert all(torch.equal(p.grad, before) for p, before in zip(model.inp.parameters(), changed, strict=True))
-    (model(X).square().mean() + penalty(model, 10)).backward()  # on top of them
-    added = [p.grad.clone() for p in model.inp.parameters()]
-    body.step()
-    assert not any(torch.equal(p.grad, before) for p, before in zip(model.inp.parameters(), added, strict=True))
-
-
 def test_an_optimizer_inside_of_another_changes_nothing_more():
     class Around(torch.optim.Optimizer):
         """Leaves its steps to another optimizer, as those that look ahead or sharpen do."""
@@ -247,36 +161,3 @@ def test_an_optimizer_inside_of_another_changes_nothing_more():
     for given in (True, False):
         found = trained("vi", lambda model, given=given: make(model, given=given))
         torch.testing.assert_close(found, trained("vi", one), rtol=0, atol=0)
-
-
-# -- the forgotten penalty ---------------------------------------------------------------------------------------------
-
-
-def optimize(model: nn.Module, steps: int, *, with_penalty: bool, forwards: int = 1, fused: bool = False) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = sum(model(X).square().mean() for _ in range(forwards))
-        (loss + penalty(model, 10) if with_penalty else loss).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("method", ["vi", "mc_dropout", "vanilla"])
-def test_training_long_without_the_penalty_warns_once(method: str):
-    model = bayesify(MLP(), method)
-    optimize(model, PATIENCE, with_penalty=False, fused=method == "vi")
-    with pytest.warns(UserWarning, match=r"training steps without the prior: add bayesify.penalty\(model, num_data\)"):
-        optimize(model, 2, with_penalty=False)
-    optimize(model, 2 * PATIENCE, with_penalty=False)
-
-
-def test_no_warning_with_the_penalty_evaluation_or_many_forwards_per_step(recwarn):
-    model = bayesify(MLP())
-    optimize(model, 1, with_penalty=True)
-    optimize(model, PATIENCE + 5, with_penalty=False)
-    other = bayesify(MLP())
-    for _ in range(PATIENCE + 5):
-        other(X)
-    optimize(other, 3, with_penalty=False, forwards=PATIENCE)
-    optimize(bayesify(MLP(), "vanilla", wd=0), PATIENCE + 5, with_penalty=False)
-    assert not recwarn.list

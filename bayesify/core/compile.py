@@ -1,8 +1,8 @@
 """What compiled code leaves to operations that no compiler looks into.
 
 The seed of a forward comes from its scope when the code runs. In a CPU's memory a draw is one operation, and so is its
-gradient, with the penalty's in the same pass: the loops of eager mode, which no compiler finds by itself. They know
-scopes and posteriors by numbers that are tensors, so that one graph serves equal models, equal blocks and all draws.
+gradient: the loops of eager mode, which no compiler finds by itself. They know scopes and posteriors by numbers that
+are tensors, so that one graph serves equal models, equal blocks and all draws.
 """
 
 import itertools
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bayesify.core.posterior import Posterior, holding
-from bayesify.core.quadratics import wide
 from bayesify.core.seeds import draw_seeds
 from bayesify.engine import noise as noises
 from bayesify.engine.fusion import functional
@@ -29,6 +28,11 @@ class Seeding(Protocol):
 _numbers = itertools.count()
 _scopes: "weakref.WeakValueDictionary[int, Seeding]" = weakref.WeakValueDictionary()
 _posteriors: "weakref.WeakValueDictionary[int, Posterior]" = weakref.WeakValueDictionary()
+
+
+def posterior_of(number: Tensor) -> Posterior:
+    """Return the posterior of a number."""
+    return _posteriors[int(number)]
 
 
 def enroll(scope: Seeding, posteriors: list[Posterior]) -> Tensor:
@@ -107,13 +111,16 @@ def _(seed: Tensor, i: int) -> Tensor:
 
 
 def in_one_operation(posterior: Posterior, original: Tensor) -> bool:
-    """Tell whether the loops of eager mode can draw a posterior, and are better at it than what a compiler makes."""
+    """Tell whether the loops of eager mode can draw a posterior, and are better at it than what a compiler makes.
+
+    Natural steps of a spread, which are no gradient of what a compiler sees, need them.
+    """
     return (
         posterior.pulls_by_hand
         and posterior.layout is None
         and not noises.is_exporting()
         and not functional()
-        and all(_plain(tensor, original.dtype) for tensor in (original, *posterior.learnable()))
+        and (posterior.natural or all(_plain(t, original.dtype) for t in (original, *posterior.learnable())))
     )
 
 
@@ -129,33 +136,31 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 @torch.library.custom_op(
     "bayesify::draw",
     mutates_args=(),
-    schema="(Tensor posterior, Tensor seed, Tensor[] tensors) -> (Tensor, Tensor)",
+    schema="(Tensor posterior, Tensor seed, Tensor[] tensors) -> Tensor",
 )
-def draw(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Draw theta, of the mean and what else is learnable; with a zero that stands for its energy (see `Sampled`)."""
-    own, (mean, *learned) = _posteriors[int(posterior)], tensors
+def draw(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> Tensor:
+    """Draw theta, of the mean and what else is learnable (see `Sampled`)."""
+    own, (mean, *learned) = posterior_of(posterior), tensors
     with torch.no_grad(), holding(own, tuple(learned)):
         theta = own.drawn(mean, int(seed))
-    theta = theta.clone() if theta is mean else theta.contiguous()
-    return theta, theta.new_zeros((), dtype=wide(theta))
+    return theta.clone() if theta is mean else theta.contiguous()
 
 
 @draw.register_fake
-def _(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    mean = tensors[0]
-    return torch.empty_like(mean), mean.new_empty((), dtype=wide(mean))
+def _(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> Tensor:
+    return torch.empty_like(tensors[0])
 
 
 @torch.library.custom_op(
     "bayesify::pull",
     mutates_args=(),
-    schema="(Tensor posterior, Tensor seed, Tensor grad, Tensor coef, Tensor[] tensors) -> Tensor[]",
+    schema="(Tensor posterior, Tensor seed, Tensor grad, Tensor[] tensors) -> Tensor[]",
 )
-def pull(posterior: Tensor, seed: Tensor, grad: Tensor, coef: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Pull the gradient of theta back to the mean and what else is learnable, with `coef` times that of the energy."""
-    own, (mean, *learned) = _posteriors[int(posterior)], tensors
+def pull(posterior: Tensor, seed: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Pull the gradient of theta back to the mean and what else is learnable."""
+    own, (mean, *learned) = posterior_of(posterior), tensors
     with torch.no_grad(), holding(own, tuple(learned)):
-        found = own.calibrated_pullback(mean, int(seed), grad, coef if float(coef) else None)
+        found = own.calibrated_pullback(mean, int(seed), grad)
     return [
         torch.zeros_like(t) if g is None else g.clone(memory_format=torch.contiguous_format) if g is grad else g
         for t, g in zip(tensors, found, strict=True)
@@ -163,7 +168,7 @@ def pull(posterior: Tensor, seed: Tensor, grad: Tensor, coef: Tensor, tensors: l
 
 
 @pull.register_fake
-def _(posterior: Tensor, seed: Tensor, grad: Tensor, coef: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def _(posterior: Tensor, seed: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(t) for t in tensors]
 
 
@@ -172,36 +177,9 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(number, seed, *tensors)
 
 
-def _backward(ctx: Any, grad: Tensor, coef: Tensor) -> tuple[None, None, list[Tensor]]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, None, list[Tensor]]:
     number, seed, *tensors = ctx.saved_tensors
-    return None, None, pull(number, seed, grad, coef, tensors)
+    return None, None, pull(number, seed, grad, tensors)
 
 
 draw.register_autograd(_backward, setup_context=_keep)
-
-
-# -- the penalty -------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op(
-    "bayesify::energy",
-    mutates_args=(),
-    schema="(Tensor posterior, float scale, Tensor[] tensors) -> Tensor",
-)
-def energy(posterior: Tensor, scale: float, tensors: list[Tensor]) -> Tensor:
-    """Compute `scale` times the penalty's sum of a posterior, a value without gradient."""
-    own, (mean, *learned) = _posteriors[int(posterior)], tensors
-    with torch.no_grad(), holding(own, tuple(learned)):
-        return own.energy(mean, scale).to(wide(mean))
-
-
-@energy.register_fake
-def _(posterior: Tensor, scale: float, tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty((), dtype=wide(tensors[0]))
-
-
-def energy_of(posterior: Posterior, scale: float, handle: Tensor) -> Tensor:
-    """Return the energy of a posterior that was drawn in the same graph; its gradient is added where the draw's is."""
-    tensors = [t.detach() for t in (posterior.original, *posterior.learnable())]
-    value: Tensor = energy(posterior._number, scale, tensors)
-    return value + scale * handle

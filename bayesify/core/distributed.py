@@ -331,7 +331,7 @@ def pulled(posterior: "Posterior", original: Tensor, seed: int, grad: Tensor) ->
     if own.draws_on_shards:
         found: tuple[Tensor | None, ...] = (grad,)  # theta moves as the mean, whatever the moments are
     else:
-        found = own.calibrated_pullback(own.original, seed, grad.to(own.original.dtype), None)
+        found = own.calibrated_pullback(own.original, seed, grad.to(own.original.dtype))
     inputs = (original, *posterior.learnable())
     return tuple(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True))
 

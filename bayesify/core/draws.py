@@ -47,26 +47,26 @@ class Draw:
         self.kept.clear()
         self.parts.clear()
 
-    def theta(self, posterior: Posterior, original: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return this draw's theta of one posterior, with its energy handle where gradients are wanted."""
+    def theta(self, posterior: Posterior, original: Tensor) -> Tensor:
+        """Return this draw's theta of one posterior."""
         tensors = (original, *posterior.learnable())
         if transformed():
             compiling = torch.compiler.is_compiling()
             if compiling and in_one_operation(posterior, original):
-                drawn: tuple[Tensor, Tensor] = draw(posterior._number, self.traced, list(tensors))
+                drawn: Tensor = draw(posterior._number, self.traced, list(tensors))
                 return drawn
             seed: Any = self.traced if compiling else self.seed
-            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed))), None
+            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed)))
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            theta, handle = Sampled.apply(posterior, self.seed, None, *tensors)
-            return theta, handle
+            theta: Tensor = Sampled.apply(posterior, self.seed, *tensors)
+            return theta
         kept = self.kept.get(posterior)
         if kept is None:
             with torch.no_grad():
                 kept = posterior.drawn(original, self.seed)
             if self.keep and posterior.layout is None:  # a sharded model is one that does not fit into the memory
                 self.kept[posterior] = kept
-        return kept, None
+        return kept
 
 
 class Traced:
@@ -74,31 +74,27 @@ class Traced:
 
     Args:
         graph: The name of that graph.
-        handles: The energy handles of samples, for a penalty in the same graph.
     """
 
-    def __init__(self, graph: str, handles: dict[str, Tensor]) -> None:
+    def __init__(self, graph: str) -> None:
         self.graph = graph
-        self.handles = handles
         self.thetas: dict[tuple[str, bool], Tensor] = {}
 
     def is_here(self) -> bool:
         """Tell whether it is the graph that is made now."""
         return self.graph == graph()
 
-    def theta(self, draw: Draw, posterior: Posterior, original: Tensor, *, trains: bool) -> Tensor:
+    def theta(self, draw: Draw, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read sees: the same as an earlier one, where that is known."""
         if not self.is_here():
-            return draw.theta(posterior, original)[0]
+            return draw.theta(posterior, original)
         key = posterior.name, torch.is_grad_enabled()
         if key not in self.thetas:
-            self.thetas[key], handle = draw.theta(posterior, original)
-            if handle is not None and trains and torch.is_grad_enabled():
-                self.handles[posterior.name] = handle
+            self.thetas[key] = draw.theta(posterior, original)
         return self.thetas[key]
 
 
-NOWHERE = Traced("", {})
+NOWHERE = Traced("")
 
 
 class Mode(NamedTuple):

@@ -43,13 +43,11 @@ class Frame:
 
 
 class Now:
-    """What one thread does with a model: its running forward, and the energy handles of its last one."""
+    """What one thread does with a model."""
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
-        self.handles: dict[Posterior, Tensor] = {}
         self.mode: Mode | None = None  # of a block inside compiled code
-        self.traced = NOWHERE
         self.bare: lost.BareRead | None = None
         self.watched: Collection[Posterior] = ()  # by a prediction that asks what a module depends on
         self.touched = False

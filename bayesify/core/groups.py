@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from bayesify.core.wrap import named_posteriors, scopes_of
+from bayesify.core.posterior import Posterior
+from bayesify.core.scales import RATE, step_size
+from bayesify.core.wrap import scopes_of
 
 
 def param_groups(
@@ -26,8 +28,9 @@ def param_groups(
         model: A bayesified model, or a module that contains one.
         lr: Learning rate of everything that has no other.
         lr_head: Learning rate of the head.
-        lr_sig: Learning rate of the posteriors' own parameters (VI's rho): `lr` by default, or 0.05 where they take
-            natural steps, in which it is the relative change of s.
+        lr_sig: Learning rate of the posteriors' own parameters (VI's rho), `lr` by default. Where they take natural
+            steps it is the relative change of s in a step, 0.05 by default: the group's rate is that over the factor
+            that keeps these gradients small, for SGD and for the relatives of Adam (by their `eps`).
         head: The head, as a module of the model or its exact name; several of them for a model with several.
 
     Returns:
@@ -41,7 +44,7 @@ def param_groups(
         >>> from bayesify import bayesify, param_groups
         >>> model = bayesify(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)))
         >>> [(g["name"], g["lr"]) for g in param_groups(model, 0.1, lr_head=1.0, head="1")]
-        [('body', 0.1), ('head', 1.0), ('sig', 0.05)]
+        [('body', 0.1), ('head', 1.0), ('sig', 22.36...)]
     """
     scopes_of(model)
     for name, value in {"lr": lr, "lr_head": lr_head, "lr_sig": lr_sig}.items():
@@ -51,29 +54,32 @@ def param_groups(
         raise ValueError("lr_head needs head=, the module that it is for (or its name)")
     heads = [] if head is None else head if isinstance(head, (list, tuple)) else [head]
     in_head = {id(p) for h in heads for p in _find_head(model, h).parameters()}
-    own = next((p.rate for _, p in named_posteriors(model) if p.rate is not None), None)
-    rates = {"body": lr, "head": lr_head or lr, "sig": lr_sig or own or lr, "rest": lr}
-    extra = {"sig": {"momentum": 0.0} if own else {}}  # natural steps need none; optimizers without it ignore it
+    rates = {"body": lr, "head": lr_head or lr, "rest": lr}
+    groups: dict[str, dict[str, Any]] = {
+        name: {"name": name, "params": [], "lr": rate, **({} if name == "rest" else {"weight_decay": 0.0})}
+        for name, rate in rates.items()
+    }
     kinds: dict[int, str] = {}
-    for _, posterior in named_posteriors(model):
-        kinds[id(posterior.original)] = "body"
-        kinds.update({id(p): "sig" for p in posterior.learnable()})
-    groups: dict[str, list[nn.Parameter]] = {name: [] for name in rates}
+    for i, scope in enumerate(scopes_of(model)):
+        groups[f"sig{i}"] = {"name": "sig", "params": [], **_spread(scope.posteriors, lr, lr_sig), "weight_decay": 0.0}
+        for posterior in scope.posteriors:
+            kinds[id(posterior.original)] = "body"
+            kinds.update({id(p): f"sig{i}" for p in posterior.learnable()})
+    groups["rest"] = groups.pop("rest")  # the last one
     for param in model.parameters():
         if param.requires_grad:
             kind = kinds.get(id(param), "rest")
-            groups["head" if id(param) in in_head and kind != "sig" else kind].append(param)
-    return [
-        {
-            "name": name,
-            "params": params,
-            "lr": rates[name],
-            **({} if name == "rest" else {"weight_decay": 0.0}),
-            **extra.get(name, {}),
-        }
-        for name, params in groups.items()
-        if params
-    ]
+            groups["head" if id(param) in in_head and not kind.startswith("sig") else kind]["params"].append(param)
+    return [group for group in groups.values() if group["params"]]
+
+
+def _spread(posteriors: Sequence[Posterior], lr: float, lr_sig: float | None) -> dict[str, Any]:
+    """Return the options of the group of a model's spreads."""
+    natural = sum(p.shape.numel() for p in posteriors if p.natural)
+    if not natural:
+        return {"lr": lr_sig or lr}
+    # Natural steps are steps of SGD without momentum, which an Adam with a large eps makes too.
+    return {"lr": (lr_sig or RATE) / step_size(natural), "momentum": 0.0, "eps": 1.0}
 
 
 def _find_head(model: nn.Module, head: Any) -> nn.Module:

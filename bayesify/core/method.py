@@ -88,16 +88,8 @@ class Method:
 
     @property
     def pull_strength(self) -> float:
-        """Nats that an e times larger distance from the prior mean must gain (`bayesify.core.pull`)."""
+        """Nats that an e times larger distance from the prior mean must gain (`bayesify.core.penalty`)."""
         return 0.0
-
-    def before_step(self, posteriors: Sequence[Posterior]) -> None:
-        """Do what has to be done with the gradients that an optimizer's step is about to use.
-
-        Args:
-            posteriors: Those of a model that the optimizer moves. A gradient may come here twice, where an optimizer
-                calls another: `bayesify.core.changed` knows.
-        """
 
     def wrapped(self, scope: Any) -> None:
         """Do what has to be done with a model (the scope's root) that has just got its posteriors."""
@@ -147,7 +139,7 @@ class Tempered(Method):
     """Options of a method whose prior is tempered, by an option of its own or by the number of weights.
 
     Attributes:
-        pull: Nats that an e times larger distance from the prior mean must gain (`bayesify.core.pull`); None is PULL
+        pull: Nats that an e times larger distance from the prior mean must gain (`bayesify.core.penalty`); None is PULL
             where `prior_sig` is None and the method's own factor was not given, else 0.
         weights: How many weights share the tolerance (`bayesify.core.scales`); chosen by `bayesify` where `prior_sig`
             is relative and the method's own factor was not given, else None.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesify.core import distributed as shards
 from bayesify.core.posterior import Posterior, state_dtype
-from bayesify.core.quadratics import quadratic_energy, quadratic_pull
+from bayesify.core.quadratics import Factor, quadratic_energy, quadratic_pull
 from bayesify.core.stored import CENTER
 from bayesify.engine import fusion
 
@@ -77,9 +77,13 @@ class MomentsPosterior(Posterior):
         """Return 1/(2 sigma^2) |theta - theta0|^2."""
         return quadratic_energy(mean, self, self.precision, scale)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return grad + coef/sigma^2 (theta - theta0)."""
-        return (quadratic_pull(mean, self, self.precision, grad, coef),)
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient at theta, as it is."""
+        return (grad,)
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return (coef + pull)/sigma^2 (theta - theta0)."""
+        return (quadratic_pull(mean, self, (coef + pull) * self.precision),)
 
     def stored(self) -> dict[str, Tensor]:
         """Return the kept tensors for a state dict; of a sharded model, room for moments to come as well.

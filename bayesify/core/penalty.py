@@ -1,23 +1,35 @@
-"""The penalty: what a method adds to the loss, with its gradient folded into that of the samples."""
+"""The penalty: what a method adds to the loss, and what a prior of unknown scale adds where no scale was chosen.
 
+A Gaussian prior is right for one number of data and one size of steps, and nobody knows its scale beforehand. Where
+`prior_sig` is None, the penalty also has the logarithm of a prior whose common scale is unknown,
+
+    c/2 log(1 + D/D0),  D = sum ((m - theta0)/sigma)^2,
+
+in units of the mean loss, over all weights with a relative prior: going e times further from the pretrained weights
+must gain c nats. c is the option `pull`, D0 is `bayesify.core.scales.nearest`. The optimizer IVON has it in its step.
+"""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.compile import energy_of
-from bayesify.core.distributed import Layout, part, part_of
-from bayesify.core.posterior import Posterior, autograd_pullback, holding
-from bayesify.core.quadratics import wide
+from bayesify.core.compile import posterior_of
+from bayesify.core.distributed import part, part_of
+from bayesify.core.posterior import Posterior, Step, check_versions, holding
+from bayesify.core.quadratics import host, quadratic_energy, wide
+from bayesify.core.reading import Scope
+from bayesify.core.scales import nearest, step_size
 from bayesify.core.wrap import check_num_data, scopes_of
-from bayesify.engine.fusion import transformed
+from bayesify.engine.fusion import functional
 
 
 def penalty(model: nn.Module, num_data: float) -> Tensor:
     """Return what is added to the mean minibatch loss: the prior's term of the method, over the number of data.
 
-    Closed form, differentiable. Its gradient is computed together with that of the samples of the last forward, which
-    costs less than a pass of its own.
+    Closed form, differentiable.
 
     Args:
         model: A bayesified model, or a module that contains one.
@@ -38,37 +50,60 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
     inside = {m for m in model.modules() if isinstance(m, Posterior)}
     first = scopes[0].posteriors[0].original
     total = torch.zeros((), dtype=wide(first), device=first.device)
-    by_hand = not transformed()
-    terms: list[Term] = []
-    tensors: list[tuple[Tensor, ...]] = []
-    sharded: dict[Layout, Tensor] = {}
     for scope in scopes:
-        scope.warned = True  # of a missing penalty: no need to
+        scope.penalized = True
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             scope.warn_in_eval()
-        scale = scope.penalty_scale = scope.method.scale(num_data)
-        for posterior in scope.posteriors:
-            layout, own = posterior.layout, part_of(posterior)
-            handle = scope.take_handle(posterior) if by_hand and layout is None else None
-            traced = scope.take_traced_handle(posterior) if torch.compiler.is_compiling() else None
-            if posterior in inside and not posterior.flat:
-                if traced is not None:
-                    total = total + energy_of(posterior, scale, traced)
-                    continue
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not by_hand):
-                    energy = own.energy(own.original, scale).to(total)
-                if layout is None:
-                    total = total + energy
-                else:
-                    sharded[layout.group] = sharded.get(layout.group, torch.zeros_like(total)) + energy
-                terms.append(Term(posterior, scale, handle is not None))
-                tensors.append(_tensors(posterior) if handle is None else (handle,))
-    for layout, sums in sharded.items():
-        total = total + layout.summed(sums)
-    value = total.to(torch.promote_types(first.dtype, torch.float32))
-    if not by_hand:
-        return value  # torch.func, forward mode and compilers differentiate the operations themselves
-    result: Tensor = Penalty.apply(value, terms, *(t for inputs in tensors for t in inputs))
+        found = [p for p in scope.posteriors if p in inside and not p.flat]
+        if found:
+            total = total + _of_scope(Terms.of(scope, found, num_data)).to(total)
+    return total.to(torch.promote_types(first.dtype, torch.float32))
+
+
+class Terms(NamedTuple):
+    """The penalty of one model.
+
+    Attributes:
+        posteriors: Those that have a prior.
+        scale: kappa, the factor of their energies.
+        strength: c.
+        floor: D0.
+    """
+
+    posteriors: list[Posterior]
+    scale: float
+    strength: float
+    floor: float
+
+    @classmethod
+    def of(cls, scope: Scope, posteriors: list[Posterior], num_data: float) -> "Terms":
+        """Return the penalty of some posteriors of a model."""
+        strength, floor = pull_of(scope, posteriors)
+        return cls(posteriors, scope.method.scale(num_data), strength, floor)
+
+
+def pull_of(scope: Scope, posteriors: Iterable[Posterior]) -> tuple[float, float]:
+    """Return c and D0 for those of the posteriors that have a relative prior."""
+    weights = sum(p.shape.numel() for p in posteriors if p.relative)
+    return scope.method.pull_strength if weights else 0.0, nearest(weights)
+
+
+def distance(posterior: Posterior, mean: Tensor) -> Tensor:
+    """Return sum ((m - theta0)/sigma)^2 of one posterior."""
+    return quadratic_energy(mean, posterior, 1 / posterior.prior_sig**2, 2.0)
+
+
+def _of_scope(terms: Terms) -> Tensor:
+    """Return the penalty of one model, with a gradient in closed form where that can be."""
+    if functional() or (torch.compiler.is_compiling() and any(p.layout is not None for p in terms.posteriors)):
+        return _combined(_total(terms, [_numbers(terms, p, p.original) for p in terms.posteriors]), terms)
+    tensors = [t for p in terms.posteriors for t in _tensors(p)]
+    result: Tensor
+    if torch.compiler.is_compiling():
+        numbers = [p._number for p in terms.posteriors]
+        result = _penalty(numbers, terms.scale, terms.strength, terms.floor, tensors)
+    else:
+        result = Penalty.apply(terms, *tensors)
     return result
 
 
@@ -80,48 +115,158 @@ def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
     return tuple(posterior._shards[n] for n in ("original", *(names[id(p)] for p in posterior.learnable())))
 
 
-class Term(NamedTuple):
-    """One posterior's part of the penalty; by its energy handle, or directly through the tensors that it is made of."""
+def _numbers(terms: Terms, posterior: Posterior, mean: Tensor) -> Tensor:
+    """Return energy and distance of one posterior, and the running sums of natural steps."""
+    own, mean = part_of(posterior), mean if posterior.layout is None else part(mean)
+    energy = own.energy(mean, terms.scale)
+    away = distance(own, mean) if terms.strength and own.relative else torch.zeros_like(energy)
+    seen = energy.new_zeros(2) if posterior.observed is None else posterior.observed.to(energy)
+    return torch.cat([torch.stack([energy, away.to(energy)]), seen])
 
-    posterior: Posterior
-    scale: float
-    by_handle: bool
+
+def _held_numbers(terms: Terms, every: list[tuple[Tensor, ...]]) -> Tensor:
+    """Return the sums of `_numbers`, computed from the tensors that a node was made of."""
+    found = []
+    for posterior, (mean, *learned) in zip(terms.posteriors, every, strict=True):
+        with nullcontext() if posterior.layout is not None else holding(posterior, tuple(learned)):
+            found.append(_numbers(terms, posterior, mean))
+    return _total(terms, found)
+
+
+def _total(terms: Terms, found: list[Tensor]) -> Tensor:
+    """Add up numbers over all posteriors and processes."""
+    sums: dict[Any, Tensor] = {}
+    for posterior, numbers in zip(terms.posteriors, found, strict=True):
+        group = None if posterior.layout is None else posterior.layout.group
+        sums[group] = sums[group] + numbers.to(sums[group]) if group in sums else numbers
+    first, *others = (s if group is None else group.summed(s) for group, s in sums.items())
+    return first if not others else torch.stack([first, *(o.to(first) for o in others)]).sum(0)
+
+
+def _combined(numbers: Tensor, terms: Terms) -> Tensor:
+    """Return the sum of the energies plus c/2 log(1 + D/D0)."""
+    if not terms.strength:
+        return numbers[0]
+    return numbers[0] + terms.strength / 2 * (numbers[1] / terms.floor).log1p()
 
 
 class Penalty(torch.autograd.Function):
-    """The autograd node of the penalty: a known value, whose gradient the posteriors know in closed form."""
+    """The autograd node of the penalty, whose gradient the posteriors know in closed form."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, terms: list[Term], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, terms: Terms, *tensors: Tensor) -> Tensor:
         """Return the value."""
         ctx.terms, ctx.tensors = terms, tensors
         ctx.versions = [t._version for t in tensors]
-        return value
+        ctx.numbers = _held_numbers(terms, _split(terms, tensors))
+        return _combined(ctx.numbers, terms)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Send each posterior its coefficient, or return the gradients with respect to its tensors as they were."""
-        out: list[Tensor | None] = []
-        for posterior, scale, by_handle in ctx.terms:
-            size = 1 if by_handle else 1 + len(posterior.learnable())
-            own = slice(len(out), len(out) + size)
-            mean, *learned = ctx.tensors[own]
-            coef = grad.to(mean.device, wide(mean)) * scale
-            if by_handle:
-                out.append(coef)
-                continue
-            if [t._version for t in ctx.tensors[own]] != ctx.versions[own]:
-                raise RuntimeError(
-                    f"the posterior of {posterior.name!r} was modified between penalty and its backward pass; call "
-                    "optimizer.step() (or load) only after backward()"
-                )
-            if posterior.layout is not None:
-                found = part_of(posterior).pullback(part(mean), 0, None, coef)
-                out += [None if g is None else posterior.layout.joined(g) for g in found]
-                continue
-            with holding(posterior, tuple(learned)):
-                if torch.is_grad_enabled():
-                    out += autograd_pullback(posterior, mean, 0, None, coef, create_graph=True)
-                else:
-                    out += posterior.pullback(mean, 0, None, coef)
-        return (None, None, *out)
+        """Return the gradients with respect to the tensors as they were."""
+        terms, every = ctx.terms, _split(ctx.terms, ctx.tensors)
+        start = 0
+        for posterior, tensors in zip(terms.posteriors, every, strict=True):
+            check_versions(posterior, tensors, ctx.versions[start : start + len(tensors)], "penalty and its")
+            start += len(tensors)
+        with torch.no_grad():
+            found = gradients(terms, every, grad, ctx.numbers)
+        if torch.is_grad_enabled():
+            wanted = [t for t in ctx.tensors if t.requires_grad]
+            value = _combined(_held_numbers(terms, every), terms)
+            exact = torch.autograd.grad(value, wanted, grad.to(value), create_graph=True, allow_unused=True)
+            by_id = {id(t): g for t, g in zip(wanted, exact, strict=True)}
+            natural = [own for p, own in zip(terms.posteriors, every, strict=True) if p.natural]
+            spread = {id(t) for _, *learned in natural for t in learned}
+            found = [g if id(t) in spread else by_id.get(id(t)) for t, g in zip(ctx.tensors, found, strict=True)]
+        return (None, *found)
+
+
+def gradients(terms: Terms, every: list[tuple[Tensor, ...]], grad: Tensor, numbers: Tensor) -> list[Tensor | None]:
+    """Return grad times the penalty's gradients, in closed form; natural steps take note of it."""
+    value = host(grad)
+    pull = value * terms.strength / (terms.floor + host(numbers[1])) if terms.strength else 0.0
+    natural = [p for p in getattr(terms.posteriors[0].reader, "posteriors", terms.posteriors) if p.natural]
+    if natural:
+        size, ratio = step_size(sum(p.shape.numel() for p in natural)), host(_ratio(numbers[2], numbers[3]))
+        for posterior in natural:
+            posterior.step = Step(terms.scale, value, ratio, size)
+    out: list[Tensor | None] = []
+    for posterior, (mean, *learned) in zip(terms.posteriors, every, strict=True):
+        here = [f.to(mean.device) if isinstance(f, Tensor) else f for f in (value * terms.scale, pull)]
+        coef, own_pull = here[0], here[1] if posterior.relative else 0.0
+        if posterior.layout is not None:
+            found = part_of(posterior).energy_pull(part(mean), coef, own_pull)
+            out += [None if g is None else posterior.layout.joined(g) for g in found]
+            continue
+        with holding(posterior, tuple(learned)):
+            out += posterior.energy_pull(mean, coef, own_pull)
+    return out
+
+
+def _ratio(cost: Tensor, power: Tensor) -> Tensor:
+    """Return r = cost/power, at least 0, and 0 before anything was observed."""
+    return torch.where(power > 0, cost.clamp(min=0) / power, torch.zeros_like(power))
+
+
+def _split(terms: Terms, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """Return the tensors of each posterior."""
+    rest = iter(tensors)
+    return [tuple(next(rest) for _ in range(1 + len(p.learnable()))) for p in terms.posteriors]
+
+
+# -- in compiled code: one operation, which no compiler looks into -----------------------------------------------------
+
+
+@torch.library.custom_op(
+    "bayesify::penalty",
+    mutates_args=(),
+    schema="(Tensor[] posteriors, float scale, float strength, float floor, Tensor[] tensors) -> Tensor",
+)
+def _penalty(posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]) -> Tensor:
+    """Return the penalty of one model."""
+    terms = Terms([posterior_of(p) for p in posteriors], scale, strength, floor)
+    with torch.no_grad():
+        return _combined(_held_numbers(terms, _split(terms, tuple(tensors))), terms).to(wide(tensors[0]))
+
+
+@_penalty.register_fake
+def _(posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=wide(tensors[0]))
+
+
+@torch.library.custom_op(
+    "bayesify::penalty_gradients",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor[] posteriors, float scale, float strength, float floor, Tensor[] tensors) -> Tensor[]",
+)
+def _gradients(
+    grad: Tensor, posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of the penalty of one model."""
+    terms = Terms([posterior_of(p) for p in posteriors], scale, strength, floor)
+    every = _split(terms, tuple(tensors))
+    with torch.no_grad():
+        found = gradients(terms, every, grad, _held_numbers(terms, every))
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+
+
+@_gradients.register_fake
+def _(
+    grad: Tensor, posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
+) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tensors]
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    posteriors, *ctx.numbers, tensors = inputs
+    ctx.count = len(posteriors)
+    ctx.save_for_backward(*posteriors, *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    posteriors, tensors = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    return [None] * ctx.count, None, None, None, _gradients(grad, posteriors, *ctx.numbers, tensors)
+
+
+_penalty.register_autograd(_backward, setup_context=_keep)

@@ -4,16 +4,16 @@ A posterior is a parametrization: the model reads its weight, `forward` hands ou
 model was built with stays where it was, as the mean; what else the posterior keeps lives in this module.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bayesify.core import distributed as shards
-from bayesify.core.quadratics import Center, wide
+from bayesify.core.quadratics import Center, Factor, quadratic_pull
 from bayesify.core.quadratics import state_dtype as state_dtype
 from bayesify.core.stored import CENTER, LOW_PRECISION, Stored
 from bayesify.engine import fusion
@@ -37,8 +37,24 @@ class Prior:
     relative: bool = False
 
 
+class Step(NamedTuple):
+    """What a backward pass of the penalty says to those of the samples, for natural steps of the spread.
+
+    Attributes:
+        kappa: The factor of the energy in the penalty.
+        grad: What the penalty was multiplied by, as the loss is: 1, or the scale of a GradScaler.
+        ratio: r, of the running sums of all the model's weights, for gradients of a loss that is multiplied by 1.
+        size: The factor of the spread's gradients.
+    """
+
+    kappa: float
+    grad: Factor
+    ratio: Factor
+    size: float
+
+
 class Reader(Protocol):
-    """Whoever decides which theta a posterior hands out (`bayesify.core.reading.Scope`)."""
+    """What decides which theta a posterior hands out (`bayesify.core.reading.Scope`)."""
 
     told: set[str]
     """What a user has been told, or will be."""
@@ -51,8 +67,8 @@ class Posterior(Stored):
     """The posterior of one parameter; subclasses say how theta is drawn and what the penalty is.
 
     A subclass gives `theta` (a sample as a differentiable function of mean and noise) and `energy` (the penalty
-    before its division by the number of data). Everything else has a default: the noise is N(0, 1), and `draw` and
-    `pullback` follow from `theta` and `energy`; they may be given in one pass each, by formulas of one element.
+    before its division by the number of data). Everything else has a default: the noise is N(0, 1), `draw` and
+    `pullback` follow from `theta`, `energy_pull` from `energy`; they may be given in one pass each.
     """
 
     stochastic: ClassVar[bool] = True
@@ -70,8 +86,12 @@ class Posterior(Stored):
     pulls_by_hand: ClassVar[bool] = False
     """Whether a subclass gives `pullback`, and does not leave it to autograd."""
 
-    rate: float | None = None
-    """The learning rate that `learnable()` wants, where it is not the mean's."""
+    natural: bool = False
+    """Whether the spread takes natural steps (`bayesify.methods.natural`)."""
+    observed: Tensor | None
+    """For natural steps, the running means of two sums that backward passes saw."""
+    step: "Step | None" = None
+    """What the last backward pass of the penalty said, for natural steps."""
 
     drawn_with: ClassVar[tuple[str, ...]] = (CENTER,)
     """The kept tensors that a draw needs beside the mean and `learnable()`."""
@@ -99,6 +119,7 @@ class Posterior(Stored):
         self._look_at_center()
         self.shape = param.shape
         self.fixed_row = fixed_row
+        self.register_buffer("observed", None)
         self.name = ""
         self.key = 0
         self._key = self._number = torch.tensor(0)
@@ -126,11 +147,6 @@ class Posterior(Stored):
         parameter = home._parameters[attribute]
         assert parameter is not None
         return parameter
-
-    @property
-    def penalty_scale(self) -> float:
-        """The factor of the energy in the model's last penalty."""
-        return float(getattr(self.reader, "penalty_scale", 0.0))
 
     @property
     def mean(self) -> Tensor:
@@ -284,96 +300,94 @@ class Posterior(Stored):
             noise[self.fixed_row] = self.neutral_noise
         return noise
 
-    def pullback(
-        self, mean: Tensor, seed: int, grad: Tensor | None, coef: "Tensor | None"
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `<grad, theta> + coef * energy` with respect to the mean and `learnable()`.
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `<grad, theta>` with respect to the mean and `learnable()`.
 
         Args:
             mean: The parameter that holds the mean.
-            seed: The draw of the sample, whose noise is made again; of no account where `grad` is None.
-            grad: The gradient of the loss with respect to theta, or None.
-            coef: The 0-dim gradient with respect to the energy, or None.
+            seed: The draw of the sample, whose noise is made again.
+            grad: The gradient of the loss with respect to theta.
         """
-        return autograd_pullback(self, mean, seed, grad, coef, create_graph=False)
+        return autograd_pullback(self, mean, seed, grad, create_graph=False)
 
-    def calibrated_pullback(
-        self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `coef * energy + pull/2 |(m - theta0)/sigma|^2`, as `pullback` does.
+
+        The second term is that of a prior whose scale is unknown (`bayesify.core.penalty`).
+        """
+        tensors = [mean, *self.learnable()]
+        wanted = [t for t in tensors if t.requires_grad]
+        with torch.enable_grad():
+            energy = self.energy(mean, 1.0)
+            found = torch.autograd.grad(energy, wanted, torch.full_like(energy, coef), allow_unused=True)  # type: ignore[arg-type]
+        by_id = {id(x): g for x, g in zip(wanted, found, strict=True)}
+        first, *others = (by_id.get(id(x)) for x in tensors)
+        away = quadratic_pull(mean, self, pull / self.prior_sig**2) if pull else None
+        return (first if away is None else away if first is None else first + away, *others)
+
+    def calibrated_pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pull back through core + f (theta - core): (1 - f) of it through the core, which moves as the mean."""
         f = self.calibration
-        if f == 1 or grad is None or not self.stochastic:
-            return self.pullback(mean, seed, grad, coef)
-        first, *others = self.pullback(mean, seed, grad * f, coef)
+        if f == 1:
+            return self.pullback(mean, seed, grad)
+        first, *others = self.pullback(mean, seed, grad * f)
         return (grad * (1 - f) if first is None else first.add(grad, alpha=1 - f), *others)
 
 
 def autograd_pullback(
-    posterior: Posterior,
-    mean: Tensor,
-    seed: int,
-    grad: Tensor | None,
-    coef: Tensor | None,
-    *,
-    create_graph: bool,
+    posterior: Posterior, mean: Tensor, seed: int, grad: Tensor, *, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """Compute `Posterior.pullback` by autograd: always right, twice differentiable, slower."""
     inputs = [mean, *posterior.learnable()]
     wanted = [x for x in inputs if x.requires_grad]
-    outputs, grads = [], []
     with torch.enable_grad():
-        if grad is not None:
-            outputs.append(posterior.calibrated(mean, posterior.theta(mean, posterior.noise_of(seed))))
-            grads.append(grad)
-        if coef is not None:
-            outputs.append(posterior.energy(mean, 1.0))
-            grads.append(coef.to(outputs[-1].dtype))
-        kept = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
-            [o for o, _ in kept], wanted, [g for _, g in kept], create_graph=create_graph, allow_unused=True
-        )
+        theta = posterior.calibrated(mean, posterior.theta(mean, posterior.noise_of(seed)))
+        found = torch.autograd.grad([theta], wanted, [grad], create_graph=create_graph, allow_unused=True)
     by_id = {id(x): g for x, g in zip(wanted, found, strict=True)}
-    return tuple(by_id.get(id(x)) for x in inputs)
+    grads = tuple(by_id.get(id(x)) for x in inputs)
+    if create_graph and posterior.natural:  # natural steps of the spread, which are no gradient
+        with torch.no_grad():
+            grads = (grads[0], *posterior.calibrated_pullback(mean, seed, grad)[1:])
+    return grads
 
 
 class Sampled(torch.autograd.Function):
-    """The autograd node of a sample: (theta, handle), with both gradients in one backward.
+    """The autograd node of a sample.
 
-    `handle` is a 0-dim zero that stands for the posterior's energy: `penalty` sends its coefficient through it, so
-    that the prior's gradient is added where the sample's is computed instead of in a pass of its own. The noise is not
-    kept: backward makes it again from the seed. What backward needs is kept outside autograd's saved tensors, since
-    activation checkpointing must not count it.
+    The noise is not kept: backward makes it again from the seed. What backward needs is kept outside autograd's saved
+    tensors, since activation checkpointing must not count it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, posterior: Posterior, seed: int, value: Tensor | None, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return theta (of the seed, or an alias of a value known already) and the handle."""
+    def forward(ctx: Any, posterior: Posterior, seed: int, *tensors: Tensor) -> Tensor:
+        """Return theta of the seed."""
         ctx.set_materialize_grads(False)
         ctx.posterior, ctx.seed, ctx.tensors = posterior, seed, tensors
         ctx.versions = [t._version for t in tensors]
-        value = posterior.drawn(tensors[0], seed) if value is None else value.detach()
-        return value, value.new_zeros((), dtype=wide(value))
+        return posterior.drawn(tensors[0], seed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of theta's and the energy's parts together."""
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to the mean and what else is learnable."""
         posterior, (mean, *_) = ctx.posterior, ctx.tensors
-        depends = posterior.stochastic or coef is not None or torch.is_grad_enabled()
-        if depends and [t._version for t in ctx.tensors] != ctx.versions:
-            raise RuntimeError(
-                f"the posterior of {posterior.name!r} was modified between the forward pass and its backward pass; "
-                "call optimizer.step() (or load) only after backward()"
-            )
-        if posterior.layout is not None and grad is not None:
-            return (None, None, None, *shards.pulled(posterior, mean, ctx.seed, grad))
+        if grad is None:
+            return (None, None, *(None for _ in ctx.tensors))
+        check_versions(posterior, ctx.tensors, ctx.versions, "the forward pass and its")
+        if posterior.layout is not None:
+            return (None, None, *shards.pulled(posterior, mean, ctx.seed, grad))
         with holding(posterior, ctx.tensors[1:]):
             if torch.is_grad_enabled():
-                grads = autograd_pullback(posterior, mean, ctx.seed, grad, coef, create_graph=True)
-            else:
-                grads = posterior.calibrated_pullback(mean, ctx.seed, grad, coef)
-        return (None, None, None, *grads)
+                return (None, None, *autograd_pullback(posterior, mean, ctx.seed, grad, create_graph=True))
+            return (None, None, *posterior.calibrated_pullback(mean, ctx.seed, grad))
+
+
+def check_versions(posterior: Posterior, tensors: Sequence[Tensor], versions: Sequence[int], between: str) -> None:
+    """Raise if a backward pass comes after a change of the posterior that it would need."""
+    if [t._version for t in tensors] != list(versions):
+        raise RuntimeError(
+            f"the posterior of {posterior.name!r} was modified between {between} backward pass; call optimizer.step() "
+            "(or load) only after backward()"
+        )
 
 
 @contextmanager

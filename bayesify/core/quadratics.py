@@ -77,27 +77,14 @@ def quadratic_energy(mean: Tensor, posterior: "Posterior", precision: float, sca
     return sum_of_squares(deviation(mean, posterior), factor)
 
 
-def quadratic_pull(
-    mean: Tensor, posterior: "Posterior", precision: float, grad: Tensor | None, coef: Tensor | None
-) -> Tensor | None:
-    """Return grad + coef * precision (m - theta0): the gradient of `quadratic_energy`, folded into another."""
-    if coef is None or posterior.flat:
-        return grad
-    factor = host(coef) * precision
-    if grad is not None and ordinary(factor):
-        center, grad = posterior.center, grad.contiguous()
-        if fusion.fused(mean, grad, *center.tensors):
-            out = torch.empty_like(mean, requires_grad=False)
-            fusion.run_plain(PULLS[center.given], (grad, mean, *center.tensors), (out,), (factor, *center.numbers))
-            return out
-    away = deviation(mean, posterior)
-    extreme = isinstance(factor, float) and not ordinary(factor)
-    if isinstance(factor, Tensor) or extreme or away is mean or (grad is not None and grad.dtype != away.dtype):
-        start = torch.zeros_like(away) if grad is None else grad.to(away.dtype, copy=True)
-        return axpy_(start, away, factor).to(mean.dtype)
-    # The common case, in the memory of m - theta0.
-    away = away.mul_(factor) if grad is None else torch.add(grad, away, alpha=factor, out=away)
-    return away.to(mean.dtype)
+def quadratic_pull(mean: Tensor, posterior: "Posterior", factor: Factor) -> Tensor | None:
+    """Return factor (m - theta0), or None under a flat prior."""
+    if posterior.flat:
+        return None
+    away = deviation(mean.detach(), posterior)
+    if isinstance(factor, float) and factor and not ordinary(factor):
+        return axpy_(torch.zeros_like(away), away, factor).to(mean.dtype)
+    return (away * factor if posterior.zero_prior else away.mul_(factor)).to(mean.dtype)
 
 
 def host(coef: Tensor) -> Factor:
@@ -146,14 +133,5 @@ def _square(center: Callable[..., Any]) -> Callable[..., Any]:
     return square
 
 
-def _pull(center: Callable[..., Any]) -> Callable[..., Any]:
-    """Return g + factor (m - theta0)."""
-
-    def pull(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
-        outs[0][i] = ins[0][i] + par[0] * (ins[1][i] - center(i, ins, par))
-
-    return pull
-
-
 NOTHING = np.float32(0)
-SQUARES, PULLS = by_center(_square), by_center(_pull)
+SQUARES = by_center(_square)

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bayesify.core import caches, lost, steps
+from bayesify.core import caches, lost
 from bayesify.core.compile import enroll, graph, training_seed_of
 from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself, whole
 from bayesify.core.draws import BY_TRAINING_FLAG, MEAN, PRIOR, Draw, Mode, Traced
 from bayesify.core.frames import Frame, Now, Thread
 from bayesify.core.method import Method
 from bayesify.core.modes import block_of, own_block
-from bayesify.core.posterior import Posterior, Sampled
+from bayesify.core.posterior import Posterior
 from bayesify.core.recompute import Past, Record, node_count
 from bayesify.core.remade import Remaking
 from bayesify.core.replicas import agree
@@ -59,12 +59,10 @@ class Scope:
         self.posteriors = posteriors
         self.sites = sites
         self.caching = caching
-        self.steps = 0
         self.replica_of: weakref.ref[nn.Module] | None = None
         self.sharded = False
         self.step_draw: Draw | None = None
-        self.penalty_scale = 0.0
-        self.warned = not any(not p.flat for p in posteriors)
+        self.penalized = all(p.flat for p in posteriors)  # or needs no penalty
         self.told: set[str] = set()
         self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         self.tree: lost.Tree | None = None
@@ -87,13 +85,12 @@ class Scope:
         copied.sites = copy.deepcopy(self.sites, memo)
         copied.caching = copy.deepcopy(self.caching, memo)
         copied.step_draw = copied.replica_of = None
-        copied.sharded, copied.penalty_scale = self.sharded, self.penalty_scale
-        copied.steps, copied.warned = self.steps, self.warned
+        copied.sharded = self.sharded
+        copied.penalized = True  # nobody knows what a copy is for
         copied.told, copied.scores = set(self.told), dict(self.scores)
         copied.tree = None
         copied.buffers = copy.deepcopy(self.buffers, memo)
         copied._forget()
-        steps.watch(copied)
         return copied
 
     @property
@@ -151,8 +148,6 @@ class Scope:
         frame = self.now.frame
         if frame is not None and frame.caller is None and frame.stack[0] is module:
             self.now.frame = None
-            if frame.traced.is_here():
-                self.now.traced = Traced(frame.traced.graph, frame.traced.handles)
 
     def _begin_compiled(self, module: nn.Module) -> Frame:
         """Choose the mode of an outermost forward, as `_begin` does."""
@@ -162,7 +157,7 @@ class Scope:
             whole = module is self.root
             mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
         frame = Frame(mode, None, 0, recomputes=False)
-        frame.traced = Traced(graph(), {})
+        frame.traced = Traced(graph())
         frame.stack.append(module)
         return frame
 
@@ -302,23 +297,20 @@ class Scope:
         trains = not mode.mean and (draw is None or not draw.pinned) and self.trains(posterior)
         if draw is None or not posterior.random or not (draw.pinned or (trains and posterior.stochastic)):
             if trains:
-                return self._point(frame, posterior, original)
+                return original
             return posterior.mean_theta(original) if posterior.layout is None else mean_of(posterior, original)
         if posterior.particles:
             if posterior not in frame.thetas or torch.is_grad_enabled():
                 frame.thetas[posterior] = posterior.member_theta(original, mode.member)
             return frame.thetas[posterior]
         if torch.compiler.is_compiling():
-            return frame.traced.theta(draw, posterior, original, trains=trains)
+            return frame.traced.theta(draw, posterior, original)
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
             check_whole(posterior, original)
-            theta, handle = draw.theta(posterior, original)
-            frame.thetas[posterior] = theta
+            theta = frame.thetas[posterior] = draw.theta(posterior, original)
             if frame.remaking is not None and theta is not original:
                 frame.remaking.add(posterior, draw.seed, theta)
-            if handle is not None and not frame.recomputes and self.trains(posterior):
-                self.now.handles[posterior] = handle
         return theta
 
     @property
@@ -326,41 +318,12 @@ class Scope:
         """The mode of the forward that is running."""
         return BY_TRAINING_FLAG if self.now.frame is None else self.now.frame.mode
 
-    def _point(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
-        """Return the parameter itself; by an alias that takes the penalty's gradient along, where that saves a pass."""
-        wants_grad = torch.is_grad_enabled() and original.requires_grad
-        plain = posterior.stochastic or posterior.flat or posterior.layout is not None
-        if not frame.stack or plain or not wants_grad or transformed():
-            return original
-        theta = frame.thetas.get(posterior)
-        if theta is None:
-            theta, handle = Sampled.apply(posterior, 0, original, original)
-            frame.thetas[posterior] = theta
-            if not frame.recomputes:
-                self.now.handles[posterior] = handle
-        return theta
-
     def look_for_lost_writes(self) -> None:
         """Warn, once, where a weight that was read outside of a forward has been written to since."""
         bare, self.now.bare = self.now.bare, None
         lost.look_for_written(self, bare)
 
     # -- the penalty's watch -----------------------------------------------------------------------------------
-
-    def take_handle(self, posterior: Posterior) -> Tensor | None:
-        """Return the energy handle of the last training forward, once, if the posterior is as it was then."""
-        handle = self.now.handles.pop(posterior, None)
-        if handle is None or handle.grad_fn is None:
-            return None
-        node: Any = handle.grad_fn
-        own = (posterior.original, *posterior.learnable())
-        same = all(a is b for a, b in zip(node.tensors, own, strict=True))
-        return handle if same and [t._version for t in node.tensors] == node.versions else None
-
-    def take_traced_handle(self, posterior: Posterior) -> Tensor | None:
-        """Return the energy handle of the last training forward in compiled code, once, if it is in the same graph."""
-        traced = self.now.traced
-        return traced.handles.pop(posterior.name, None) if traced.is_here() else None
 
     def warn_in_eval(self) -> None:
         """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""

@@ -12,7 +12,9 @@ RELATIVE_SIG = 1.0  # prior_sig over a tensor's root mean square
 FLOOR = 0.1  # over sqrt(fan-in): the scale of a tensor that starts at zero, as biases and LoRA's B do
 START = 0.003  # a spread's start, over prior_sig
 TOLERANCE = 0.001  # nats by which the posterior's noise may raise the training loss
-PULL = 0.1  # nats that going e times further from the prior mean must gain
+PULL = 0.1  # nats that going e times further from the prior mean must gain, beyond SHARE
+SHARE = 0.003  # of the prior's scale: how far each weight may go before the pull's logarithm begins
+RATE = 0.05  # learning rate of a spread that takes natural steps: its largest relative growth in a step
 
 
 def relative_sig(param: Tensor, fan_in: int) -> float:
@@ -23,6 +25,19 @@ def relative_sig(param: Tensor, fan_in: int) -> float:
     values = param.detach()
     rms = float(values.float().square().mean().sqrt()) if values.numel() else 0.0
     return RELATIVE_SIG * max(rms, FLOOR / math.sqrt(max(fan_in, 1)))
+
+
+def nearest(weights: int) -> float:
+    """Return D0 = SHARE^2 W, but at least 1, of the pull c/2 log(1 + D/D0).
+
+    Far below 1 the prior mean itself is an optimum of a model of few weights.
+    """
+    return max(SHARE**2 * weights, 1.0)
+
+
+def step_size(weights: int) -> float:
+    """Return what natural gradients of the spread of W weights are multiplied by, so that their norm is small."""
+    return 0.01 / math.sqrt(max(weights, 1))
 
 
 def tempered_scale(num_data: float, weights: int) -> float:

@@ -19,7 +19,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 EXTRA = "_extra_state"  # torch's own key for what get_extra_state returns
 CENTER = "prior_center"
 PAGE = 256  # bytes; distributed checkpoints load in place, so that lengths must not depend on the numbers
-LEAST = {"calibration": 0.0, "gain": -1e300, "most_gain": 0.0}  # of results that need not be positive
+LEAST = {"calibration": 0.0}  # of results that need not be positive
 
 
 class StateDictError(ValueError, RuntimeError):
@@ -39,11 +39,6 @@ class Stored(nn.Module):
     """The factor on the spread that `calibrate` found."""
     relative: bool = False
     """Whether prior_sig follows from the weights that the model had: then it is taken over too."""
-
-    gain: float = 0.0
-    """The running mean of what an e times larger distance from the prior mean would gain (`bayesify.core.pull`)."""
-    most_gain: float = 0.0
-    """The largest of these so far."""
 
     name: str
     shape: torch.Size
@@ -125,7 +120,7 @@ class Stored(nn.Module):
 
     def taken_over(self) -> tuple[str, ...]:
         """Return the names of the attributes that a stored state brings along."""
-        return (*self.results, "calibration", *(("prior_sig", "gain", "most_gain") if self.relative else ()))
+        return (*self.results, "calibration", *(("prior_sig",) if self.relative else ()))
 
     def found(self) -> dict[str, Any]:
         """Return the results that there are, which JSON can hold."""
@@ -135,7 +130,7 @@ class Stored(nn.Module):
         """Raise unless `found` can have returned these, each of the kind of the attribute's default.
 
         That is a text, a whole number, or a positive one, for which None says that it is not known yet; a factor on the
-        spread may be 0, and a gain negative.
+        spread may be 0.
 
         Raises:
             ValueError: One is unknown, of another kind or out of range.

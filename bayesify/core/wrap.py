@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bayesify.core import caches, lost, start, steps, surface
+from bayesify.core import caches, lost, start, surface
 from bayesify.core.distributed import follow, is_sharded
 from bayesify.core.draws import MEAN, PRIOR, Draw, Mode, one_draw
 from bayesify.core.hooks import put_hooks
@@ -153,7 +153,6 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
     orders = {id(m): tuple(m._parameters) for m in model.modules()}
     sites = [Site(m, a, orders[id(m)]) for c, _ in posteriors for m, a in c.places]
     scope = Scope(model, method, [p for _, p in posteriors], sites, caches.find(model))
-    steps.watch(scope)
     put_hooks(model, scope)
     for module in {s.module for s in sites if parametrize.is_parametrized(s.module)}:
         # Its class may be shared with copies of the module; a class of its own goes away with the posteriors.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import by_center, host, ordinary, quadratic_energy, quadratic_pull
+from bayesify.core.quadratics import Factor, by_center, quadratic_energy, quadratic_pull
 from bayesify.engine import fusion
 from bayesify.engine.noise import Stream
 
@@ -123,23 +123,22 @@ class DropoutPosterior(Posterior):
         """Return (1-p)/(2 sigma^2) |m - theta0|^2."""
         return quadratic_energy(mean, self, self.precision, scale)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return grad * z + coef (1-p)/sigma^2 (m - theta0)."""
-        if grad is None:
-            return (quadratic_pull(mean, self, self.precision, None, coef),)
-        factor = 0.0 if coef is None or self.flat else host(coef) * self.precision
-        center, whole = self.center, grad.contiguous()
-        fits = isinstance(factor, float) and (factor == 0 or ordinary(factor))  # a look at a tensor would wait for it
-        if fits and self.random and fusion.fused(mean, whole, *center.tensors):
-            out = torch.empty_like(mean, requires_grad=False)
-            ins, par = (whole, mean, *center.tensors), (float(factor), *center.numbers)
-            fusion.run(MASKED_PULLS[center.given], self.stream(seed), ins, (out,), par, p_drop=self.p_drop)
-            if self.fixed_row is not None:
-                row = self.fixed_row
-                out[row] = grad[row] + factor * (mean.detach()[row] - self.prior_mean[row])
-            return (out,)
-        kept = torch.where(self.noise_of(seed), grad, 0) if self.random else grad
-        return (quadratic_pull(mean, self, self.precision, kept, coef),)
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return grad * z."""
+        if not self.random:
+            return (grad,)
+        whole = grad.contiguous()
+        if not fusion.fused(whole):
+            return (torch.where(self.noise_of(seed), grad, 0),)
+        out = torch.empty_like(whole)
+        fusion.run(_masked, self.stream(seed), (whole,), (out,), p_drop=self.p_drop)
+        if self.fixed_row is not None:
+            out[self.fixed_row] = grad[self.fixed_row]
+        return (out,)
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return (coef (1-p) + pull)/sigma^2 (m - theta0)."""
+        return (quadratic_pull(mean, self, coef * self.precision + pull / self.prior_sig**2),)
 
 
 # -- formulas of one element -------------------------------------------------------------------------------------------
@@ -155,15 +154,11 @@ def _choice(center: Callable[..., Any]) -> Callable[..., Any]:
     return choice
 
 
-def _masked_pull(center: Callable[..., Any]) -> Callable[..., Any]:
-    """Return z g + factor (m - theta0)."""
-
-    def masked_pull(i: Any, z: Any, ins: Any, outs: Any, par: Any) -> None:
-        g = ins[0][i]
-        outs[0][i] = (g if z else ZERO) + par[0] * (ins[1][i] - center(i, ins, par))
-
-    return masked_pull
+def _masked(i: Any, z: Any, ins: Any, outs: Any, par: Any) -> None:
+    """Return z g."""
+    g = ins[0][i]
+    outs[0][i] = g if z else ZERO
 
 
 ZERO = np.float32(0)
-CHOICES, MASKED_PULLS = by_center(_choice), by_center(_masked_pull)
+CHOICES = by_center(_choice)

@@ -1,11 +1,12 @@
 """What the optimizers of this library share: whose posteriors they move, their step, and the run in their state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import nn
 
+from bayesify.core.distributed import follow
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
 from bayesify.core.wrap import named_posteriors, scopes_of
@@ -20,6 +21,8 @@ class MethodOptimizer(torch.optim.Optimizer):
     for parameters.
     """
 
+    _scopes: "Sequence[Scope]"
+    """The models that it moves."""
     run_key: ClassVar[str]
     """Where the run lies in the first group, which is also what an error calls it."""
 
@@ -57,6 +60,14 @@ class MethodOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for scope in self._scopes:
+            scope.sharded = follow(scope.posteriors)
+            if scope.root is not None and not scope.root.training:
+                raise RuntimeError(
+                    f"{type(self).__name__} makes a step while the model is in eval mode, in which gradients are not "
+                    "those of its own state; call model.train() before the forward pass (BatchNorm alone may stay in "
+                    "eval mode)"
+                )
         self.advance()
         return loss
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bayesify.core.method import Method
 from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import quadratic_energy, quadratic_pull
+from bayesify.core.quadratics import Factor, quadratic_energy, quadratic_pull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,10 @@ class VanillaPosterior(Posterior):
         """Return wd/2 |theta - theta0|^2."""
         return quadratic_energy(mean, self, self.wd, scale)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return grad + coef * wd (theta - theta0)."""
-        return (quadratic_pull(mean, self, self.wd, grad, coef),)
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient at theta, as it is."""
+        return (grad,)
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return coef * wd (theta - theta0)."""
+        return (quadratic_pull(mean, self, coef * self.wd),)

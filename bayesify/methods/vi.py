@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,6 @@ from bayesify.core.quadratics import (
     Factor,
     axpy_,
     by_center,
-    host,
     ordinary,
     quadratic_energy,
     quadratic_pull,
@@ -25,7 +24,7 @@ from bayesify.core.quadratics import (
 )
 from bayesify.core.scales import START
 from bayesify.engine import elements, fusion
-from bayesify.methods.natural import RATE, natural_formulas, natural_gradients
+from bayesify.methods.natural import natural_formula, pull_spread
 
 CLAMP_MIN = 1e-8
 
@@ -49,13 +48,14 @@ class Link(NamedTuple):
 
 
 class Formulas(NamedTuple):
-    """What is done with one element, in one pass; all but `draw` for either kind of prior mean."""
+    """What is done with one element, in one pass; the last three for either kind of prior mean."""
 
     draw: Callable[..., Any]
-    pull: tuple[Callable[..., Any], ...]
+    pull: Callable[..., Any]
+    natural: Callable[..., Any]
     terms: tuple[Callable[..., Any], ...]
-    observe: tuple[Callable[..., Any], ...]
-    natural: tuple[Callable[..., Any], ...]
+    energy: tuple[Callable[..., Any], ...]
+    natural_energy: tuple[Callable[..., Any], ...]
 
 
 def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Callable[..., Any]) -> Formulas:
@@ -64,14 +64,27 @@ def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Calla
     def draw(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
         outs[0][i] = ins[0][i] + eps * std(ins[1][i])
 
-    def make_pull(center: Callable[..., Any]) -> Callable[..., Any]:
-        def pull(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
-            g, rho = ins[0][i], ins[2][i]
-            s = std(rho)
-            outs[0][i] = g + par[0] * (ins[1][i] - center(i, ins, par))
-            outs[1][i] = (g * eps + par[0] * s - par[1] / s) * slope(rho, s)
+    def pull(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
+        rho = ins[1][i]
+        outs[0][i] = ins[0][i] * eps * slope(rho, std(rho))
 
-        return pull
+    def make_energy(center: Callable[..., Any]) -> Callable[..., Any]:
+        def energy(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
+            rho = ins[1][i]
+            s = std(rho)
+            outs[0][i] = par[0] * (ins[0][i] - center(i, ins, par))
+            outs[1][i] = (par[1] * s - par[2] / s) * slope(rho, s)
+
+        return energy
+
+    def make_natural_energy(center: Callable[..., Any]) -> Callable[..., Any]:
+        def natural_energy(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
+            rho = ins[1][i]
+            s = std(rho)
+            outs[0][i] = par[0] * (ins[0][i] - center(i, ins, par))
+            outs[1][i] = (par[1] * s * s - par[2]) * (s / slope(rho, s))
+
+        return natural_energy
 
     def make_terms(center: Callable[..., Any]) -> Callable[..., Any]:
         def terms(i: Any, ins: Any, par: Any) -> Any:
@@ -81,8 +94,8 @@ def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Calla
 
         return terms
 
-    observe, natural = natural_formulas(std, slope)
-    return Formulas(draw, by_center(make_pull), by_center(make_terms), by_center(observe), by_center(natural))
+    natural, by_prior = natural_formula(std, slope), (make_terms, make_energy, make_natural_energy)
+    return Formulas(draw, pull, natural, *(by_center(make) for make in by_prior))
 
 
 def _clamp(rho: Tensor) -> Tensor:
@@ -193,13 +206,8 @@ class VI(Tempered):
         _warn_if_drowned(param, init_sig)
         posterior = VIPosterior(param, prior, flat=flat, fixed_row=fixed_row, link=self.link, init_sig=init_sig)
         if self.natural:
-            posterior.follow_curvature()
+            posterior.take_natural_steps()
         return posterior
-
-    def before_step(self, posteriors: Sequence[Posterior]) -> None:
-        """Turn the gradients of the spreads into natural ones."""
-        if self.natural:
-            natural_gradients([p for p in posteriors if isinstance(p, VIPosterior)])
 
 
 def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
@@ -221,9 +229,6 @@ def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
 class VIPosterior(Posterior):
     """theta = m + eps * s with s = g(rho) and eps ~ N(0, 1)."""
 
-    cost: Tensor
-    power: Tensor
-
     gaussian = True
     settings = (*Posterior.settings, "link")
     drawn_with = ()
@@ -236,11 +241,10 @@ class VIPosterior(Posterior):
         rho = LINKS[link].inverse(init_sig)
         self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
 
-    def follow_curvature(self) -> None:
-        """Keep the running means of natural steps, and give the spread a learning rate of its own."""
-        self.rate = RATE
-        for name in ("cost", "power"):
-            self.register_buffer(name, torch.zeros((), dtype=self.rho.dtype, device=self.rho.device))
+    def take_natural_steps(self) -> None:
+        """Keep the running means that natural steps need."""
+        self.natural = True
+        self.register_buffer("observed", torch.zeros(2, dtype=self.rho.dtype, device=self.rho.device))
 
     @property
     def formulas(self) -> Formulas:
@@ -254,10 +258,10 @@ class VIPosterior(Posterior):
         return s, s / link.slope(rho, s)
 
     def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless one tensor of a stored state fits; the running sums are numbers."""
-        if name in ("cost", "power"):
-            if tensor.dim() or not bool(tensor.isfinite()):
-                raise ValueError(f"{name} is no finite number")
+        """Raise unless one tensor of a stored state fits; the running sums are two numbers."""
+        if name == "observed":
+            if tensor.shape != (2,) or not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} is not two finite numbers")
         else:
             super().check_tensor(name, tensor)
 
@@ -319,39 +323,47 @@ class VIPosterior(Posterior):
         """1/sigma^2."""
         return 1 / self.prior_sig / self.prior_sig
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients for m and rho.
-
-        m: grad + coef (m - theta0)/sigma^2; rho: (grad * eps + coef (s/sigma^2 - 1/s)) * ds/drho.
-        """
-        factor = None if coef is None or self.flat else host(coef)
-        if grad is not None:
-            done = self._fused_pullback(mean, seed, grad, 0.0 if factor is None else factor)
-            if done is not None:
-                return done
-        rho, link = self.rho.detach(), LINKS[self.link]
-        s = link.std(rho)
-        out = torch.zeros_like(rho) if grad is None else self.noise_of(seed) * grad
-        if factor is not None:
-            axpy_(out, s, factor * self.precision)
-            axpy_(out, s.reciprocal(), -factor)
-        out *= link.slope(rho, s)
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for m, which is grad, and rho: grad * eps * ds/drho, or a natural step."""
+        if self.natural and (step := pull_spread(self, seed, grad)) is not None:
+            return grad, step
+        rho, whole, link = self.rho.detach(), grad.contiguous(), LINKS[self.link]
+        if fusion.fused(rho, whole):
+            out = torch.empty_like(rho)
+            fusion.run(link.formulas.pull, self.stream(seed), (whole, rho), (out,))
+        else:
+            out = (self.noise_of(seed) * grad).mul_(link.slope(rho, link.std(rho)))
         if self.fixed_row is not None:
             out[self.fixed_row] = 0
-        return quadratic_pull(mean, self, self.precision, grad, coef), out
+        return grad, out
 
-    def _fused_pullback(self, mean: Tensor, seed: int, grad: Tensor, c: Factor) -> tuple[Tensor, Tensor] | None:
-        """Compute `pullback` in one pass, where that can be done and float32 holds its factors."""
-        factor, center, whole = c * self.precision, self.center, grad.contiguous()
-        fits = isinstance(c, float) and (c == 0 or (ordinary(c) and ordinary(factor)))  # a look at a tensor would wait
-        if not fits or not fusion.fused(mean, self.rho, whole, *center.tensors):
-            return None
-        out, out_rho = (torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
-        ins, par = (whole, mean, self.rho, *center.tensors), (float(factor), float(c), *center.numbers)
-        fusion.run(LINKS[self.link].formulas.pull[center.given], self.stream(seed), ins, (out, out_rho), par)
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for m, (coef + pull) (m - theta0)/sigma^2, and rho, coef (s/sigma^2 - 1/s) ds/drho.
+
+        With natural steps the latter is multiplied by size/kappa (d rho/d log s)^2.
+        """
+        if self.flat:
+            return None, None
+        rho, link, center = self.rho.detach(), LINKS[self.link], self.center
+        scale = coef if self.step is None else self.step.size * coef / self.step.kappa
+        first, second = (coef + pull) * self.precision, scale * self.precision
+        fits = all(isinstance(f, float) and (f == 0 or ordinary(f)) for f in (first, second, scale))
+        if fits and fusion.fused(mean, rho, *center.tensors):
+            first_out: Tensor | None = torch.empty_like(mean, requires_grad=False)
+            out = torch.empty_like(rho)
+            formula = (link.formulas.natural_energy if self.natural else link.formulas.energy)[center.given]
+            par = (float(first), float(second), float(scale), *center.numbers)
+            fusion.run_plain(formula, (mean, rho, *center.tensors), (first_out, out), par)  # type: ignore[arg-type]
+        else:
+            first_out = quadratic_pull(mean, self, first)
+            s = link.std(rho)
+            slope = link.slope(rho, s)
+            out = axpy_(torch.zeros_like(rho), s.square() if self.natural else s, second)
+            out = axpy_(out, torch.ones_like(s) if self.natural else s.reciprocal(), -1 * scale)
+            out.mul_(s / slope if self.natural else slope)
         if self.fixed_row is not None:
-            out_rho[self.fixed_row] = 0
-        return out, out_rho
+            out[self.fixed_row] = 0
+        return first_out, out
 
 
 class Sums(NamedTuple):

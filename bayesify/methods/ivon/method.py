@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.core.quadratics import by_center, wide
+from bayesify.core.quadratics import Factor, by_center, wide
 from bayesify.core.scales import START
 from bayesify.engine import elements, fusion
 
@@ -144,9 +144,13 @@ class IVONPosterior(Posterior):
         squares = precision * (variances / self.strength + away)
         return (squares - mean.numel()) / 2 + mean.numel() * math.log(self.prior_sig) - log_s
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor | None, coef: Tensor | None) -> tuple[Tensor | None, ...]:
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient at theta, as it is."""
         return (grad,)
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return nothing: the optimizer's step has the prior."""
+        return (None,)
 
     def check_tensor(self, name: str, tensor: Tensor) -> None:
         """Raise unless the curvature is not negative beyond the prior's."""

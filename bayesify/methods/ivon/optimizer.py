@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part, part_of
 from bayesify.core.draws import Draw
+from bayesify.core.penalty import distance, pull_of
 from bayesify.core.quadratics import by_center, wide
 from bayesify.core.reading import Scope
 from bayesify.core.seeds import shared_seed
@@ -28,7 +29,9 @@ class IVON(MethodOptimizer):
     With g^ the gradient at theta = m + s eps, t the step and h^ = g^ (theta - m)/s^2 = g^ eps/s:
 
     g <- b1 g + (1-b1) g^;  h <- b2 h + (1-b2) h^ + (1-b2)^2 (h - h^)^2 / (2 (h + delta));
-    m <- m - lr (h0 + delta) (g/(1-b1^t) + delta (m - theta0)) / (h + delta).
+    m <- m - lr (h0 + delta) (g/(1-b1^t) + (delta + p) (m - theta0)) / (h + delta).
+
+    p = c/(sigma^2 (D0 + D)) is the pull of `penalty` where `prior_sig` is None, else 0.
 
     The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. This
     needs thousands of steps: h^ is mostly noise, which only a small 1-b2 averages out. With b2 = None, for runs of any
@@ -36,7 +39,7 @@ class IVON(MethodOptimizer):
     (`bayesify.methods.natural`), and m moves as by SGD:
 
     h <- h + 0.05 (r g^^2 - h),  r = (running mean of sum g^ eps s) / (running mean of sum (g^ s)^2);
-    m <- m - lr (g/(1-b1^t) + delta (m - theta0)).
+    m <- m - lr (g/(1-b1^t) + (delta + p) (m - theta0)).
 
     One theta serves a whole step, on all processes, and however many batches its gradient is accumulated over. The
     prior is in the step: `penalty` adds its value, and no gradient.
@@ -107,15 +110,27 @@ class IVON(MethodOptimizer):
         own = {id(p.original): (p, scope) for p, scope in self._own}
         if self.second is None:
             self._look(run)
+        pulls = {id(scope): self._pull(scope) for scope in self._scopes}
         # Momentum of SGD begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
         warm = min(1.0, run["step"] / WARM) if self.second is None else 1.0
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     moved = {**group, "lr": group["lr"] * warm}
-                    self._move(param, moved, run, *own.get(id(param), (None, None)))
+                    posterior, scope = own.get(id(param), (None, None))
+                    pull = pulls[id(scope)] / posterior.prior_sig**2 if posterior and posterior.relative else 0.0
+                    self._move(param, moved, run, posterior, scope, pull)
         self.run = run
         self._announce()
+
+    def _pull(self, scope: Scope) -> float:
+        """Return c/(D0 + D), D over the model's weights with a relative prior (see `bayesify.core.penalty`)."""
+        near = [p for p, own in self._own if own is scope and p.relative]
+        strength, floor = pull_of(scope, near)
+        if not strength:
+            return 0.0
+        (total,) = _over_shards(near[0], sum(float(distance(own, own.original)) for own in map(part_of, near)))
+        return strength / (floor + total)
 
     def _look(self, run: dict[str, Any]) -> None:
         """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
@@ -126,10 +141,13 @@ class IVON(MethodOptimizer):
                 sums = _observed(posterior, grad, _seed(scope))
                 cost, power = cost + sums[0], power + sums[1]
         cost, power = _over_shards(self._own[0][0], cost, power)
-        run["cost"] += MEMORY * (cost - run["cost"])
-        run["power"] += MEMORY * (power - run["power"])
+        if math.isfinite(cost + power):
+            run["cost"] += MEMORY * (cost - run["cost"])
+            run["power"] += MEMORY * (power - run["power"])
 
-    def _move(self, param: Tensor, group: dict[str, Any], run: dict[str, Any], posterior: Any, scope: Any) -> None:
+    def _move(
+        self, param: Tensor, group: dict[str, Any], run: dict[str, Any], posterior: Any, scope: Any, pull: float
+    ) -> None:
         """Move one parameter, and its curvature where it is Bayesian."""
         state, whole_grad = self.state[param], param.grad
         assert whole_grad is not None
@@ -143,13 +161,13 @@ class IVON(MethodOptimizer):
         if self.second is None and self.clip is None and posterior is not None:
             follows = MEMORY if run["step"] > WARM else 0.0
             numbers = (1 - group["beta"], group["lr"], 1 - group["beta"] ** run["step"], follows, _scale(run))
-            if _fused_move(posterior, param, grad, average, numbers):
+            if _fused_move(posterior, param, grad, average, (*numbers, posterior.delta + pull)):
                 return
         average.lerp_(grad, 1 - group["beta"])
         direction = average / (1 - group["beta"] ** run["step"])
         if posterior is not None:
             delta, h = posterior.delta, posterior.h
-            direction.add_(param - posterior.prior_center, alpha=delta)
+            direction.add_(param - posterior.prior_center, alpha=delta + pull)
             if self.second is None:
                 if run["step"] > WARM:
                     _follow(h, grad, run)
@@ -208,14 +226,14 @@ def _fused_move(
     assert h is not None
     if not fusion.fused(param, grad, average, h, *center.tensors):
         return False
-    par = (*numbers, posterior.delta, *center.numbers)
+    par = (*numbers, *center.numbers)
     fusion.run_plain(MOVES[center.given], (grad, *center.tensors), (average, h, param), par)
     torch.autograd.graph.increment_version(param)
     return True
 
 
 def _move_element(center: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one element's step; par is (1-b1, lr, 1-b1^t, the curvature's rate, r, delta)."""
+    """Return one element's step; par is (1-b1, lr, 1-b1^t, the curvature's rate, r, delta + p)."""
 
     def move(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
         g, m = ins[0][i], outs[2][i]

@@ -16,7 +16,7 @@ from bayesify.core.distributed import on_shard, part, part_of
 from bayesify.core.reading import Scope
 from bayesify.core.seeds import shared_seed
 from bayesify.core.stored import LOW_PRECISION
-from bayesify.core.wrap import check_num_data
+from bayesify.core.wrap import check_num_data, scopes_of
 from bayesify.engine import fusion
 from bayesify.engine import noise as noises
 from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
@@ -76,7 +76,7 @@ class SGLD(MethodOptimizer):
     def __init__(
         self, model: nn.Module, lr: float | list[dict[str, Any]], *, num_data: float, momentum: float = 0.0
     ) -> None:
-        self._sampled = list(_sampled(model))
+        self._sampled, self._scopes = list(_sampled(model)), scopes_of(model)
         check_num_data(num_data)
         self.num_data = float(num_data)
         if isinstance(lr, (list, tuple)):
