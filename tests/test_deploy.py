@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesify import bayesify, components, deploy, fit_laplace, mix, penalty, predict
+from bayesify import bayesify, components, deploy, fit_laplace, fit_novelty, mix, penalty, predict
 
 CLASSES = 3
 FIELDS = ("probs", "prediction", "confidence", "entropy", "mutual_information")
@@ -220,22 +220,21 @@ def test_thresholds_found_by_predict_hold_for_ten_thousand_inputs():
     assert (kept != found.select(threshold)).sum() <= 1  # the median itself, by rounding
 
 
-@pytest.mark.parametrize("include", ["2.*", None])
-def test_a_regression_has_mean_and_interval(include):
+@pytest.mark.parametrize("method", ["la", "vi"])
+def test_a_regression_has_mean_and_interval(method):
     x, _ = data(40)
     y = x[:, :1] - x[:, 1:2]
-    model = bayesify(mlp(1), "la", include=include, prior_sig=1.0)
-    fit_laplace(model, [(x, y)], likelihood="regression")
-    options = {} if include else {"samples": 6, "seed": 2}
-    answers, found = deploy(model, task="regression", **options)(x), predict(model, x, task="regression", **options)
+    options = {"task": "regression"}
+    if method == "la":
+        model = bayesify(mlp(1), "la", include="2.*", prior_sig=1.0)
+        fit_laplace(model, [(x, y)], likelihood="regression")
+    else:
+        model = bayesify(nn.Sequential(mlp(2)), "vi", prior_sig=1.0, init_sig=0.3)
+        options = {"task": "heteroscedastic", "samples": 6, "seed": 2}
+    answers, found = deploy(model, **options)(x), predict(model, x, **options)
     low, high = found.interval()
-    for field, value in {
-        "mean": found.mean,
-        "std": found.std,
-        "epistemic": found.epistemic,
-        "low": low,
-        "high": high,
-    }.items():
+    expected = {"mean": found.mean, "std": found.std, "epistemic": found.epistemic, "low": low, "high": high}
+    for field, value in expected.items():
         assert torch.allclose(answers[field].double(), value, atol=1e-4), field
 
 
@@ -346,3 +345,62 @@ def test_training_continues_after_deploying():
     deploy(model)
     (nn.functional.cross_entropy(model(x), y) + penalty(model, len(x))).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def known(name, at="mean"):
+    """Return a model with a fitted last layer and novelty, and a batch for it."""
+    model, x = fitted(name)
+    many = {k: v.repeat(20, *[1] * (v.dim() - 1)) for k, v in x.items()} if isinstance(x, dict) else torch.cat([x] * 20)
+    if isinstance(many, dict):
+        many["input_ids"] = torch.randint(1, 40, many["input_ids"].shape)
+        labelled = [{**many, "labels": torch.arange(120) % CLASSES}]
+    else:
+        many = many + torch.randn_like(many)
+        labelled = [(many, torch.arange(120) % CLASSES)]
+    return fit_novelty(model, labelled, held_out=labelled, at=at), x
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_novelty_is_that_of_predict(name):
+    model, x = known(name)
+    deployed = deploy(model, threshold=0.0, false_alarms=0.3)
+    answers, found = call(deployed, x), predict(model, x)
+    assert torch.allclose(answers["novelty"], found.novelty, rtol=1e-4)
+    assert torch.allclose(answers["novelty_pvalue"], found.novelty_pvalue, atol=1e-6)
+    assert torch.equal(answers["answer"], ~found.alarm(0.3))
+    assert list(answers) == deployed.fields
+
+
+def test_novelty_of_draws_takes_a_pass_at_the_mean():
+    x, y = data(100)
+    model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.3)
+    fit_novelty(model, [(x, y)], held_out=[(x + 0.1, y)])
+    far = 5 * torch.randn(10, 5)
+    answers, found = deploy(model, samples=3, seed=1)(far), predict(model, far, samples=3, seed=1)
+    check(answers, found)
+    assert torch.allclose(answers["novelty"], found.novelty, rtol=1e-4)
+    assert torch.equal(answers["answer"], ~found.alarm())
+
+
+def test_an_exported_program_has_the_novelty():
+    model, x = known("mlp")
+    deployed = deploy(model)
+    answers = deployed.exported(x).module()(x[:3])
+    expected = deployed(x[:3])
+    for field in ("novelty", "novelty_pvalue", "answer"):
+        assert torch.allclose(answers[field].double(), expected[field].double(), atol=1e-5), field
+
+
+def test_alarms_need_novelty():
+    with pytest.raises(ValueError, match="call fit_novelty"):
+        deploy(mlp(), false_alarms=0.05)
+
+
+def test_a_regression_that_is_read_linearly_is_refused():
+    x, _ = data(40)
+    model = bayesify(mlp(1), "la", prior_sig=1.0)
+    fit_laplace(model, [(x, x[:, :1])], likelihood="regression", curvature="ggn")
+    with pytest.raises(ValueError, match="linearly"):
+        deploy(model, task="regression")
+    mean = deploy(model, task="regression", samples=0)(x)["mean"]
+    assert torch.allclose(mean.double(), predict(model, x, samples=0, task="regression").mean, atol=1e-5)

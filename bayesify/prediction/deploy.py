@@ -8,7 +8,6 @@ only, so that torch.export, ONNX, TorchScript and torch.compile take it, and wha
 import copy
 import json
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +19,11 @@ from bayesify.core.mixing import components, mix
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import check_module, named_posteriors, samples, scopes_of, unbayesify
-from bayesify.prediction.batches import call_model, logits_of
-from bayesify.prediction.gaussian import GaussianLogits, Spread, normal_points
-from bayesify.prediction.last_layer import same_output
+from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.novelty import check_share, novelty_of
 from bayesify.prediction.predict import Member, is_plain
 from bayesify.prediction.targets import classes_last, mean_and_log_var
+from bayesify.prediction.voices import LastLayerVoice, NoveltyVoice, PointVoice, entropy_of
 from bayesify.quality.regression import check_level, mixture_quantile
 
 BISECTIONS = 40  # halve an interval to the rounding of float32
@@ -44,10 +43,10 @@ def deploy(
 ) -> "Deployed":
     """Return a plain module that predicts what `predict` does, for a server or an exported file.
 
-    Its forward takes what the model takes, and returns a dict of tensors: for classes `probs`, `prediction`,
+    Its forward takes what the model takes, and returns a dict of tensors. For classes these are `probs`, `prediction`,
     `confidence`, `entropy` and `mutual_information`; for a regression `mean`, `std`, `epistemic`, `low` and `high`;
-    after `fit_novelty` also `novelty` and `novelty_pvalue`; and `answer`, whether to answer at all, where there is a
-    threshold or a novelty to decide by. It has no parametrizations and no hooks, and is in eval mode.
+    after `fit_novelty` also `novelty` and `novelty_pvalue`. Where there is a threshold or a novelty, `answer` is whether the
+    prediction is confident enough and the input not too strange. There are no parametrizations and no hooks.
 
     A fitted last layer (`predict` in closed form) costs one pass. Other posteriors have `samples` draws baked in, each
     a pass, and the weights that differ between them are held once per draw: the prediction is that of `predict(model,
@@ -92,13 +91,20 @@ def deploy(
     if not (divisor > 0 and math.isfinite(divisor)):
         raise ValueError(f"temperature must be positive and finite, got {divisor}; 1.0 changes nothing")
     check_level(level)
-    voices = list(_voices(model, samples, seed))
+    known = novelty_of(model)
+    if false_alarms is not None:
+        check_share(false_alarms)
+        if known is None:
+            raise ValueError("the model has no novelty to raise alarms by; call fit_novelty(model, train_loader) first")
+    voices = list(_voices(model, samples, seed, task))
+    stranger = None if known is None else NoveltyVoice.of(model, *known, voices[0].says, false_alarms)
     if divisor != 1 and any(isinstance(voice.says, LastLayerVoice) for voice in voices):
         raise ValueError(
             "a closed form has no samples to divide by a temperature, and its prior was tuned; pass samples=, or no "
             "temperature"
         )
-    return Deployed(voices, task, divisor, threshold, level, about=_about(model, voices, task, temperature, threshold))
+    about = _about(model, voices, task, temperature, threshold)
+    return Deployed(voices, task, divisor, threshold, level, stranger, about=about)
 
 
 class Voice(NamedTuple):
@@ -109,7 +115,7 @@ class Voice(NamedTuple):
     noise_var: Tensor | None
 
 
-def _voices(model: nn.Module, wanted: int | None, seed: int) -> Iterator[Voice]:
+def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Iterator[Voice]:
     """Yield what `predict` would average: draws, members, closed forms."""
     if is_plain(model):
         yield Voice(0, PointVoice(copy.deepcopy(model)), None)
@@ -126,6 +132,12 @@ def _voices(model: nn.Module, wanted: int | None, seed: int) -> Iterator[Voice]:
         for scope in own:
             scope.method.check_ready(scope.posteriors) if wanted != 0 else None
     forms = [own[0].method.closed_form(own[0]) if wanted is None and len(own) == 1 else None for own in scopes]
+    curved = any(f is None and any(s.method.linear for s in own) for f, own in zip(forms, scopes, strict=True))
+    if curved and task == "regression" and wanted != 0:
+        raise ValueError(
+            "predict reads this regression linearly in its weights, which a plain module cannot; fit the last layer "
+            "alone (include=), or deploy the mean with samples=0"
+        )
     counts = [
         0 if form else Member(i, own).share(wanted, len(members))
         for i, (own, form) in enumerate(zip(scopes, forms, strict=True))
@@ -190,77 +202,6 @@ def _about(model: nn.Module, voices: Sequence[Voice], task: str, temperature: An
     }
 
 
-class PointVoice(nn.Module):
-    """A model with fixed weights: its outputs have no spread of their own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.eval().requires_grad_(False)
-
-    def forward(self, inputs: Any) -> Tensor:
-        """Return the model's outputs."""
-        return logits_of(call_model(self.model, inputs))
-
-
-class LastLayerVoice(nn.Module):
-    """A model whose last layer has Gaussian weights: its outputs are Gaussian."""
-
-    def __init__(self, model: nn.Module, layer: str, spread: Spread) -> None:
-        super().__init__()
-        self.head = Tap(model.get_submodule(layer))
-        if layer:
-            parent, _, name = layer.rpartition(".")
-            setattr(model.get_submodule(parent), name, self.head)
-        self.model = (model if layer else self.head).eval().requires_grad_(False)
-        for name, tensor in spread._asdict().items():
-            self.register_buffer(name, None if tensor is None else _own(tensor))
-        classes = spread.variances.shape[1]
-        points = normal_points(classes) if classes > 1 else torch.zeros(1, 1)
-        self.register_buffer("points", _own(points.to(spread.variances.dtype)))
-
-    def forward(self, inputs: Any) -> GaussianLogits:
-        """Return the distribution of the model's outputs."""
-        output = logits_of(call_model(self.model, inputs))
-        features, own = self.head.taken()
-        watched = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
-        if watched and not same_output(own, output):
-            raise ValueError("the Bayesian layer is not the model's last: pass samples=, a number of draws")
-        return Spread(*(getattr(self, name) for name in Spread._fields)).logits(features, output)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-class Tap(nn.Module):
-    """A layer that keeps what it was last called with, and what it gave, for whoever runs the model."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.calls: dict[int, tuple[Tensor, Any]] = {}  # by thread, so that threads may share the module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer."""
-        output = self.layer(*args, **kwargs)
-        self.calls[_thread()] = (args[0] if args else next(iter(kwargs.values())), output)
-        return output
-
-    def taken(self) -> tuple[Tensor, Any]:
-        """Return (first input, output) of this thread's last call, and forget them."""
-        return self.calls.pop(_thread())
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("layer"), name)  # models look at `head.weight.dtype`
-
-
-def _thread() -> int:
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
 class Deployed(nn.Module):
     """A plain module that returns a prediction with its uncertainty; `deploy` makes it.
 
@@ -270,6 +211,7 @@ class Deployed(nn.Module):
         temperature: What divides the logits.
         threshold: The least confidence of an answer.
         level: The probability of a regression's interval.
+        stranger: What measures novelty.
         about: How the module was made.
     """
 
@@ -280,10 +222,12 @@ class Deployed(nn.Module):
         temperature: float,
         threshold: float | None,
         level: float,
+        stranger: NoveltyVoice | None = None,
         *,
         about: dict[str, Any],
     ) -> None:
         super().__init__()
+        self.stranger = stranger
         self.voices = nn.ModuleList(voice.says for voice in voices)
         members = list(dict.fromkeys(voice.member for voice in voices))
         self.members = [[i for i, voice in enumerate(voices) if voice.member == m] for m in members]
@@ -296,11 +240,17 @@ class Deployed(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
         """Predict for one batch, given as the model takes it."""
         batch = named if named else inputs[0] if len(inputs) == 1 else inputs
-        if self.task in ("regression", "heteroscedastic"):
-            return self._numbers(batch)
-        found = self._classes(batch)
+        outputs = [voice(batch) for voice in self.voices]
+        numbers = self.task in ("regression", "heteroscedastic")
+        found = self._numbers(outputs) if numbers else self._classes(outputs)
+        if self.stranger is not None:
+            first = outputs[0].mean if isinstance(outputs[0], GaussianLogits) else outputs[0]
+            found["novelty"], found["novelty_pvalue"] = self.stranger(batch, first)
         if self.threshold is not None:
             found["answer"] = found["confidence"] >= self.threshold
+        if self.stranger is not None:
+            usual = found["novelty_pvalue"] > self.stranger.false_alarms
+            found["answer"] = usual & found["answer"] if self.threshold is not None else usual
         return found
 
     def train(self, mode: bool = True) -> "Deployed":
@@ -310,10 +260,12 @@ class Deployed(nn.Module):
     @property
     def fields(self) -> list[str]:
         """The names of what `forward` returns, in their order."""
-        if self.task in ("regression", "heteroscedastic"):
-            return ["mean", "std", "epistemic", "low", "high"]
         names = ["probs", "prediction", *(["confidence"] if self.task == "classification" else [])]
-        return [*names, "entropy", "mutual_information", *([] if self.threshold is None else ["answer"])]
+        names += ["entropy", "mutual_information"]
+        if self.task in ("regression", "heteroscedastic"):
+            names = ["mean", "std", "epistemic", "low", "high"]
+        names += [] if self.stranger is None else ["novelty", "novelty_pvalue"]
+        return [*names, *([] if self.threshold is None and self.stranger is None else ["answer"])]
 
     def exported(self, *inputs: Any, **named: Any) -> torch.export.ExportedProgram:
         """Return the program of `torch.export` for inputs like these, with a batch of any size from 2.
@@ -342,23 +294,22 @@ class Deployed(nn.Module):
         """Return `about` as texts, for the metadata of a file."""
         return {name: json.dumps(value) for name, value in self.about.items()}
 
-    def _classes(self, batch: Any) -> dict[str, Tensor]:
+    def _classes(self, outputs: list[Any]) -> dict[str, Tensor]:
         """Average probabilities and entropies: p = sum_v w_v p_v, and H(p) - sum_v w_v H(p_v)."""
         probs, information = [], []
-        for voice in self.voices:
-            output = voice(batch)
+        for voice, output in zip(self.voices, outputs, strict=True):
             if isinstance(output, GaussianLogits):
                 p = F.log_softmax(output.scaled(), -1).exp()
                 probs.append(p)
-                information.append((_entropy(p) - output.mutual_information(voice.points)).clamp_min(0))  # type: ignore[arg-type]
+                information.append((entropy_of(p) - output.mutual_information(voice.points)).clamp_min(0))  # type: ignore[arg-type]
             else:
                 logits = output.float() / self.temperature
                 p = torch.stack([-logits, logits], -1).sigmoid() if self.task == "multilabel" else logits
                 p = p if self.task == "multilabel" else classes_last(logits).softmax(-1)
                 probs.append(p)
-                information.append(_entropy(p))
+                information.append(entropy_of(p))
         average = self._average(probs)
-        entropy = _entropy(average)
+        entropy = entropy_of(average)
         confidence, prediction = average.max(-1)
         answers = {"probs": average, "prediction": prediction, "confidence": confidence}
         if self.task == "multilabel":
@@ -368,11 +319,10 @@ class Deployed(nn.Module):
             "mutual_information": (entropy - self._average(information)).clamp_min(0),
         }
 
-    def _numbers(self, batch: Any) -> dict[str, Tensor]:
+    def _numbers(self, outputs: list[Any]) -> dict[str, Tensor]:
         """Return the moments and the interval of the mixture of Gaussians, one for each voice."""
         means, spreads, noises = [], [], []
-        for i, voice in enumerate(self.voices):
-            output = voice(batch)
+        for i, output in enumerate(outputs):
             noise = getattr(self, f"noise{i}")
             if isinstance(output, GaussianLogits):
                 mean, spread = output.mean, output.variance()
@@ -404,8 +354,3 @@ class Deployed(nn.Module):
         """Return the mean over members of the means over their voices."""
         each = [torch.stack([values[i] for i in own]).mean(0) for own in self.members]
         return torch.stack(each).mean(0)
-
-
-def _entropy(probs: Tensor) -> Tensor:
-    """Return -sum_k p_k log p_k, with 0 log 0 = 0."""
-    return -torch.where(probs > 0, probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log(), 0.0).sum(-1)

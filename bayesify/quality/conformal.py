@@ -129,5 +129,8 @@ def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
         scores: Larger is stranger, (N,).
         held_out: The sorted scores of n examples that nothing else was fitted on.
     """
-    below = torch.searchsorted(held_out, scores.contiguous())
+    if torch.compiler.is_compiling():  # an exported graph, for which not every format has a search
+        below = (held_out < scores.unsqueeze(-1)).sum(-1)
+    else:
+        below = torch.searchsorted(held_out, scores.contiguous())
     return (1.0 + len(held_out) - below).double() / (len(held_out) + 1)

@@ -52,7 +52,8 @@ class Reference:
         assert self.whitening is not None
         assert self.means is not None
         white = (z - self.center) @ self.whitening
-        found = torch.cdist(white, self.means, compute_mode="use_mm_for_euclid_dist").square().amin(1)
+        away = white.square().sum(1, keepdim=True) - 2 * white @ self.means.T + self.means.square().sum(1)
+        found = away.clamp_min(0).amin(1)
         return found if self.overall is None else found - ((z - self.center) @ self.overall).square().sum(1)
 
     def to(self, dtype: torch.dtype) -> Reference:
