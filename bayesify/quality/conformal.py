@@ -130,7 +130,7 @@ def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
         held_out: The sorted scores of n examples that nothing else was fitted on.
     """
     if torch.compiler.is_compiling():  # an exported graph, for which not every format has a search
-        below = (held_out < scores.unsqueeze(-1)).sum(-1)
+        stranger = (held_out >= scores.unsqueeze(-1)).sum(-1)
     else:
-        below = torch.searchsorted(held_out, scores.contiguous())
-    return (1.0 + len(held_out) - below).double() / (len(held_out) + 1)
+        stranger = len(held_out) - torch.searchsorted(held_out, scores.contiguous())
+    return (stranger + 1).double() / (len(held_out) + 1)
