@@ -46,7 +46,7 @@ def deploy(
     Its forward takes what the model takes, and returns a dict of tensors. For classes these are `probs`, `prediction`,
     `confidence`, `entropy` and `mutual_information`; for a regression `mean`, `std`, `epistemic`, `low` and `high`;
     after `fit_novelty` also `novelty` and `novelty_pvalue`. Where there is a threshold or a novelty, `answer` says
-    whether the prediction is confident enough and the input not too strange. There are no parametrizations and no hooks.
+    whether the prediction is confident and the input not too strange. There are no parametrizations and no hooks.
 
     A fitted last layer (`predict` in closed form) costs one pass. Other posteriors have `samples` draws baked in, each
     a pass, and the weights that differ between them are held once per draw: the prediction is that of `predict(model,
