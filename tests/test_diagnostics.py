@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from bayesify import diagnostics
 
@@ -18,10 +19,20 @@ def chains(count, draws, phi, seed=0):
     return torch.stack(x, 1)
 
 
-def brute_force(x):
-    """Return R-hat and ESS of one quantity, sum by sum."""
+def halves_of(x):
     n = x.shape[1] // 2
-    halves = np.concatenate([x[:, :n], x[:, -n:]])
+    return np.concatenate([x[:, :n], x[:, -n:]])
+
+
+def scores(halves):
+    """Return the normal scores of the ranks."""
+    ranks = stats.rankdata(halves, method="average").reshape(halves.shape)
+    return stats.norm.ppf((ranks - 3 / 8) / (halves.size + 1 / 4))
+
+
+def brute_force(halves):
+    """Return R-hat and ESS of one quantity, sum by sum."""
+    n = halves.shape[1]
     within = np.mean([sum((v - h.mean()) ** 2 for v in h) / (n - 1) for h in halves])
     means = [h.mean() for h in halves]
     between = sum((m - np.mean(means)) ** 2 for m in means) / (len(means) - 1)
@@ -45,9 +56,38 @@ def brute_force(x):
 @pytest.mark.parametrize(("count", "draws", "phi"), [(3, 40, 0.7), (1, 31, 0.0), (2, 30, -0.5), (4, 25, 0.95)])
 def test_both_are_the_sums_that_their_formulas_say(count, draws, phi):
     x = chains(count, draws, phi)
-    expected = brute_force(x.numpy())
-    torch.testing.assert_close(float(diagnostics.rhat(x)), expected[0], rtol=1e-10, atol=0)
-    torch.testing.assert_close(float(diagnostics.ess(x)), expected[1], rtol=1e-9, atol=0)
+    expected = brute_force(halves_of(x.numpy()))
+    torch.testing.assert_close(float(diagnostics.rhat(x, kind="split")), expected[0], rtol=1e-10, atol=0)
+    torch.testing.assert_close(float(diagnostics.ess(x, kind="mean")), expected[1], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(("count", "draws", "phi"), [(3, 40, 0.7), (1, 31, 0.0), (4, 25, 0.95)])
+def test_ranks_folding_and_tails_are_as_in_vehtari_et_al(count, draws, phi):
+    x = chains(count, draws, phi)
+    x = (x**3).round(decimals=1)  # heavy tails, and ties
+    halves = halves_of(x.numpy())
+    folded = np.abs(halves - np.median(halves))
+    bulk, spread = brute_force(scores(halves)), brute_force(scores(folded))
+    tails = [brute_force(halves_of(x.numpy() <= np.quantile(x.numpy(), q)).astype(float))[1] for q in (0.05, 0.95)]
+    assert float(diagnostics.rhat(x)) == pytest.approx(max(bulk[0], spread[0]), rel=1e-9)
+    assert float(diagnostics.ess(x)) == pytest.approx(bulk[1], rel=1e-9)
+    assert float(diagnostics.ess(x, kind="tail")) == pytest.approx(min(tails), rel=1e-9)
+
+
+def test_chains_of_other_scales_or_heavy_tails_are_noticed():
+    scales = chains(4, 1000, 0.0) * torch.tensor([1.0, 1.0, 1.0, 10.0]).view(4, 1)
+    cauchy = stats.cauchy.rvs(size=(4, 1000), random_state=0) + np.array([[0.0], [0.0], [0.0], [3.0]])
+    for x in (scales, torch.from_numpy(cauchy)):
+        assert float(diagnostics.rhat(x, kind="split")) < 1.01
+        assert float(diagnostics.rhat(x)) > 1.05
+        assert not diagnostics.diagnose(x).good
+    assert diagnostics.diagnose(stats.cauchy.rvs(size=(4, 1000), random_state=0)).good
+
+
+def test_an_unknown_kind_is_told():
+    for function in (diagnostics.rhat, diagnostics.ess):
+        with pytest.raises(ValueError, match="kind must be one of"):
+            function(torch.zeros(2, 10), kind="other")
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.5, 0.9])

@@ -140,14 +140,15 @@ class Predictive(Probabilities):
         found = Predictive.from_logits(self.logits / value)
         return replace(found, labels=self.labels, num_samples=self.num_samples, method=self.method)
 
-    def sets(self, quantile: float, kind: str | None = None) -> Tensor:
+    def sets(self, quantile: float, kind: str | None = None, *, seed: int = 0) -> Tensor:
         """Tell which classes are in each example's conformal set, Booleans (N, ..., K).
 
         Args:
             quantile: What `metrics.conformal_quantile` returned for labelled data of the same source.
             kind: "lac" or "aps", for a quantile that is a plain number.
+            seed: Of the randomness of "aps", without which its sets would cover more than they promise.
         """
-        return conformal_sets(self.probs.flatten(0, -2), quantile, kind).view_as(self.log_probs)
+        return conformal_sets(self.probs.flatten(0, -2), quantile, kind, seed=seed).view_as(self.log_probs)
 
     def to_pandas(self) -> "DataFrame":
         """Return a DataFrame with one row per item: class, doubts, label, and the probability of each class."""

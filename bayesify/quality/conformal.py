@@ -33,7 +33,9 @@ class ConformalQuantile(float):
         return self
 
 
-def conformal_quantile(predictive: Any, alpha: float = 0.1, kind: str | None = None) -> ConformalQuantile:
+def conformal_quantile(
+    predictive: Any, alpha: float = 0.1, kind: str | None = None, *, seed: int = 0
+) -> ConformalQuantile:
     """Find the quantile of a prediction's conformal scores: the ceil((n + 1)(1 - alpha))-th smallest of n.
 
     Sets and intervals made with it hold the truth of new data with a probability of at least 1 - alpha.
@@ -42,8 +44,10 @@ def conformal_quantile(predictive: Any, alpha: float = 0.1, kind: str | None = N
         predictive: What `predict` returned for labelled data that the model was not trained on.
         alpha: The share of truths that may be missed.
         kind: For classes "lac" (the default), 1 - p_y, which has the smallest sets; or "aps", the probability of all
-            classes at least as probable as y, whose sets are larger for difficult examples, and cover more than they
-            promise. For regression "scaled" (the default), |y - mean|/std, or "absolute", |y - mean|.
+            classes before y, most probable first, plus u p_y for a uniform u per example, whose sets are larger for
+            difficult examples (Romano, Sesia and Candes 2020). For regression "scaled" (the default), |y - mean|/std,
+            or "absolute", |y - mean|.
+        seed: Of the u of "aps".
 
     Returns:
         The quantile, a float, for `predictive.sets`; infinite where there are too few data.
@@ -68,7 +72,7 @@ def conformal_quantile(predictive: Any, alpha: float = 0.1, kind: str | None = N
     if hasattr(predictive, "probs"):
         flat = predictive.flat() if hasattr(predictive, "flat") else predictive
         p, y = to_classes(flat.probs, flat.labels)
-        scores = (1 - p if kind == "lac" else mass_down_to(p)).gather(1, y.unsqueeze(1)).squeeze(1)
+        scores = (1 - p if kind == "lac" else mass_up_to(p, 2 * seed)).gather(1, y.unsqueeze(1)).squeeze(1)
     else:
         error = (predictive.targets() - predictive.mean).abs()
         scores = (error / half_width(predictive, kind)).flatten()
@@ -77,25 +81,22 @@ def conformal_quantile(predictive: Any, alpha: float = 0.1, kind: str | None = N
     return ConformalQuantile(float(scores.sort().values[rank - 1]) if rank <= len(scores) else math.inf, kind)
 
 
-def conformal_sets(probs: Array, quantile: float, kind: str | None = None) -> Tensor:
-    """Return which classes are in each example's set, Booleans (N, K).
+def conformal_sets(probs: Array, quantile: float, kind: str | None = None, *, seed: int = 0) -> Tensor:
+    """Return which classes are in each example's set, Booleans (N, K): all whose score is at most the quantile.
 
-    "lac": all with 1 - p_k <= quantile, which may be none. "aps": the most probable ones, until their probability
-    reaches the quantile.
+    A set may be empty, where even the most probable class is less typical than the quantile. The u of "aps" come from
+    another stream than those of `conformal_quantile`, whatever the seed of either.
     """
     kind = kind_of(quantile, kind, CLASS_KINDS)
     p = to_probs(probs, "probs", "(N, K)")
-    if kind == "lac":
-        return 1 - p <= quantile
-    mass = mass_down_to(p)
-    # The first whose mass reaches the quantile belongs to the set: so do all whose predecessors do not reach it.
-    return (mass - p < quantile) | (mass <= quantile)
+    return (1 - p if kind == "lac" else mass_up_to(p, 2 * seed + 1)) <= quantile
 
 
-def mass_down_to(p: Tensor) -> Tensor:
-    """Return for each class the probability of itself and all that come before it, most probable first."""
+def mass_up_to(p: Tensor, seed: int) -> Tensor:
+    """Return for each class the probability of all that come before it, most probable first, plus u of its own."""
+    u = torch.rand(len(p), 1, dtype=p.dtype, generator=torch.Generator().manual_seed(seed))
     values, order = p.sort(dim=1, descending=True, stable=True)
-    return torch.zeros_like(p).scatter_(1, order, values.cumsum(1))
+    return torch.zeros_like(p).scatter_(1, order, values.cumsum(1) - (1 - u) * values)
 
 
 def half_width(predictive: Any, kind: str) -> Tensor:

@@ -8,6 +8,7 @@ and every element of what follows is a quantity of its own.
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from bayesify.quality.arrays import Array
 
 FEWEST = 4  # draws of a chain: two halves, each with a variance
 GOOD_RHAT, GOOD_ESS = 1.01, 400.0
+TAILS = (0.05, 0.95)
 
 
 class Diagnosis(NamedTuple):
@@ -22,31 +24,33 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         rhat: The largest R-hat.
-        ess: The smallest effective sample size.
+        ess: The smallest effective sample size of the bulk.
         chains: How many chains there are.
         draws: How many draws each has.
+        tail_ess: The smallest effective sample size of the tails.
     """
 
     rhat: float
     ess: float
     chains: int
     draws: int
+    tail_ess: float
 
     @property
     def good(self) -> bool:
-        """Whether R-hat is at most 1.01 and there are 400 effective draws at least (Vehtari et al. 2021)."""
-        return self.rhat <= GOOD_RHAT and self.ess >= GOOD_ESS
+        """Whether R-hat is at most 1.01, and bulk and tails have 400 effective draws at least (Vehtari et al. 2021)."""
+        return self.rhat <= GOOD_RHAT and min(self.ess, self.tail_ess) >= GOOD_ESS
 
     def __str__(self) -> str:
         verdict = "mixed" if self.good else "not mixed: run longer, or from more starts"
         return (
             f"{self.chains} chains of {self.draws} draws: R-hat {self.rhat:.3f} (at most {GOOD_RHAT}), "
-            f"{self.ess:.0f} effective draws (at least {GOOD_ESS:.0f}); {verdict}"
+            f"{self.ess:.0f} effective draws, {self.tail_ess:.0f} in the tails (at least {GOOD_ESS:.0f}); {verdict}"
         )
 
 
 def diagnose(values: Array) -> Diagnosis:
-    """Return the worst R-hat and effective sample size over all quantities.
+    """Return the worst R-hat and effective sample sizes over all quantities.
 
     Args:
         values: (chains, draws, ...), such as the outputs of each chain's states on a few inputs.
@@ -62,33 +66,39 @@ def diagnose(values: Array) -> Diagnosis:
         (True, False)
     """
     x = _checked(values)
-    return Diagnosis(float(rhat(x).max()), float(ess(x).min()), x.shape[0], x.shape[1])
+    return Diagnosis(float(rhat(x).max()), float(ess(x).min()), *x.shape[:2], float(ess(x, kind="tail").min()))
 
 
-def rhat(values: Array) -> Tensor:
-    """Return the split R-hat of every quantity (Gelman et al. 2013): 1 where the chains agree.
+def rhat(values: Array, *, kind: str = "rank") -> Tensor:
+    """Return the split R-hat of every quantity: 1 where the chains agree.
 
     Each chain is cut into halves of n draws, which makes M chains. With W the mean of their variances and B/n the
-    variance of their means, R = sqrt(((n-1)/n W + B/n)/W). Where nothing moves it is 1, or infinite if the
-    chains differ.
+    variance of their means, R = sqrt(((n-1)/n W + B/n)/W). Where nothing moves it is 1, or infinite if the chains
+    differ.
 
     Args:
         values: (chains, draws, ...).
+        kind: "rank" is the larger of two (Vehtari et al. 2021): R of the ranks' normal scores,
+            Phi^-1((rank - 3/8)/(M n + 1/4)), and R of those of the distances to the median, which sees chains that
+            differ in scale. "split" is R of the values themselves, which heavy tails and scales deceive.
 
     Returns:
         One number per quantity, in float64, of the shape of what follows chains and draws.
 
     Example:
-        >>> rhat([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]])
+        >>> rhat([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]], kind="split")
         tensor(0.7071, dtype=torch.float64)
     """
+    _check_kind(kind, ("rank", "split"))
     halves = _halves(_checked(values))
-    within, total = _variances(halves)
-    return torch.where(within > 0, (total / within).sqrt(), torch.where(total > 0, math.inf, 1.0))
+    if kind == "split":
+        return _ratio(halves)
+    folded = (halves - _quantile(halves, 0.5)).abs()
+    return torch.maximum(_ratio(_scores(halves)), _ratio(_scores(folded)))
 
 
-def ess(values: Array) -> Tensor:
-    """Return how many independent draws would estimate the mean of every quantity as well.
+def ess(values: Array, *, kind: str = "bulk") -> Tensor:
+    """Return how many independent draws would estimate every quantity as well.
 
     M n/tau for the M halves of n draws each, tau = -1 + 2 sum_k P_k, with P_k = rho_2k + rho_2k+1 summed while they are
     positive, each at most the one before (Geyer 1992); rho_t = 1 - (W - mean of the autocovariances at lag t)/V, where
@@ -97,6 +107,8 @@ def ess(values: Array) -> Tensor:
 
     Args:
         values: (chains, draws, ...).
+        kind: "bulk" is about the ranks' normal scores, as in `rhat`; "tail" the smaller one of the indicators
+            x <= the 5% and x <= the 95% quantile (both Vehtari et al. 2021); "mean" about the values themselves.
 
     Returns:
         One number per quantity, in float64, of the shape of what follows chains and draws.
@@ -105,7 +117,42 @@ def ess(values: Array) -> Tensor:
         >>> bool(ess(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))) > 1500)
         True
     """
-    halves = _halves(_checked(values))
+    _check_kind(kind, ("bulk", "tail", "mean"))
+    x = _checked(values)
+    if kind == "tail":
+        low, high = (_size(_halves((x <= _quantile(x, q)).double())) for q in TAILS)
+        return torch.minimum(low, high)
+    return _size(_halves(x) if kind == "mean" else _scores(_halves(x)))
+
+
+def _check_kind(kind: str, kinds: tuple[str, ...]) -> None:
+    if kind not in kinds:
+        raise ValueError(f"kind must be one of {list(kinds)}, got {kind!r}")
+
+
+def _ratio(halves: Tensor) -> Tensor:
+    """Return sqrt(V/W)."""
+    within, total = _variances(halves)
+    return torch.where(within > 0, (total / within).sqrt(), torch.where(total > 0, math.inf, 1.0))
+
+
+def _scores(halves: Tensor) -> Tensor:
+    """Return the normal scores of the ranks among all draws; equal values share their mean rank."""
+    columns = halves.reshape(halves.shape[0] * halves.shape[1], -1).T.contiguous()
+    ordered = columns.sort().values
+    above = torch.searchsorted(ordered, columns) + torch.searchsorted(ordered, columns, right=True)
+    ranks = (above.double() + 1) / 2
+    scores: Tensor = torch.special.ndtri((ranks - 0.375) / (columns.shape[1] + 0.25))
+    return scores.T.reshape(halves.shape)
+
+
+def _quantile(x: Tensor, q: float) -> Tensor:
+    """Return the quantile of all draws of every quantity; torch.quantile has a largest size."""
+    return torch.as_tensor(np.quantile(x.numpy(), q, axis=(0, 1)))
+
+
+def _size(halves: Tensor) -> Tensor:
+    """Return the effective sample size of the mean."""
     count, n = halves.shape[:2]
     within, total = _variances(halves)
     moving = within > 0

@@ -223,7 +223,7 @@ def _add_refusal(page: Page, predictive: Any) -> None:
     for risk in _RISKS:
         threshold = metrics.abstain_threshold(probs, labels, max_risk=risk)
         answered = float((predictive.confidence >= threshold).double().mean())
-        said = f"answer {answered:.0%}" if answered else "no threshold is safe"
+        said = f"answer {answered:.0%}" if answered else threshold.reason.split(":")[0] or "answer none of these"
         rows.append((f"Error at most {risk:.0%}", "with 95% confidence, on new data of this source", said))
     page.table(("Promise", "From these labels"), rows)
 

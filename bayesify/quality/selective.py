@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from bayesify.quality.arrays import Array, to_classes, to_scores
 
 _BISECTIONS = 60
-_AT_ONCE = 256  # tests of the sequence
+_AT_ONCE = 64  # tests of a sequence
+_STARTS = 19  # besides a quarter of the examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +74,38 @@ def aurc(probs: Array, labels: Array, *, uncertainty: Array | None = None) -> fl
     return risk_coverage(probs, labels, uncertainty=uncertainty).aurc
 
 
-def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, confidence: float = 0.95) -> float:
+class Threshold(float):
+    """The confidence from which on a model may answer; infinite where no answer is safe.
+
+    Attributes:
+        reason: Why there is none; empty where there is one.
+    """
+
+    reason: str
+
+    def __new__(cls, value: float, reason: str = "") -> Threshold:
+        """Make a float that can say why it is infinite."""
+        self = super().__new__(cls, value)
+        self.reason = reason
+        return self
+
+    def __repr__(self) -> str:
+        return f"{float(self)!r} ({self.reason})" if self.reason else repr(float(self))
+
+    __str__ = __repr__
+
+
+def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, confidence: float = 0.95) -> Threshold:
     """Find the lowest confidence from which on the model may answer with an error rate of at most `max_risk`.
 
-    Fixed-sequence testing: the examples are taken in the order of their confidence, most confident first. The first m
-    with e errors pass where the Clopper-Pearson upper bound of their error rate, at level `confidence`, is at most
-    `max_risk`: P(Bin(m, max_risk) <= e) <= 1 - confidence. The first m that is tested is a quarter of the examples,
-    or the fewest that could pass without an error if these are more; then one by one (equal confidences together) up
-    to the first that fails. Since each is tested only after all before have passed, no correction is due for choosing
-    among them: on new data from the same source the error rate at confidences >= the threshold is above `max_risk`
-    with a probability of at most 1 - `confidence`, if it does not fall as the threshold does.
+    Fixed-sequence testing from several starts: the examples are taken in the order of their confidence, most confident
+    first. The first m with e errors pass at level d if P(Bin(m, max_risk) <= e) <= d. From each starting size m grows
+    one by one (equal confidences together) up to the first that fails, and the levels of all starts sum to
+    1 - `confidence` (Bonferroni). Half of it belongs to a start at a quarter of the examples, the other half to 19
+    sizes spaced evenly on a logarithmic scale, from the fewest that can pass without an error; where these are more
+    than half of the examples, the first start has all of it. On new data from the same source the error rate at
+    confidences >= the threshold is above `max_risk` with a probability of at most 1 - `confidence`, if it does not fall
+    as the threshold does.
 
     Args:
         probs: Probabilities of data that the model was not trained on, shape (N, K).
@@ -90,14 +114,15 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
         confidence: The probability of the guarantee.
 
     Returns:
-        The threshold, for `Predictive.select`; infinite where no threshold is safe.
+        The threshold, for `Predictive.select`; infinite where none is safe, with the `reason`: too few examples, or
+        too many errors among the most confident ones.
 
     Example:
         >>> probs = torch.tensor([[0.9, 0.1]]).expand(100, 2)
         >>> round(abstain_threshold(probs, torch.zeros(100, dtype=torch.long)), 4)
         0.9
-        >>> abstain_threshold(probs[:50], torch.zeros(50, dtype=torch.long))  # too few for a guarantee
-        inf
+        >>> abstain_threshold(probs[:50], torch.zeros(50, dtype=torch.long))
+        inf (too few examples: 50, at least 59 are needed)
     """
     for name, value in (("max_risk", max_risk), ("confidence", confidence)):
         if not 0 < value < 1:
@@ -106,20 +131,50 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
     top, predicted = p.max(1)
     values, order = top.sort(descending=True, stable=True)
     errors = (predicted != y)[order].long().cumsum(0)
+
     # Equal confidences are answered together or not at all.
     ends = torch.cat([values[1:] != values[:-1], torch.tensor([True])]).nonzero().flatten()
-    fewest = math.ceil(math.log1p(-confidence) / math.log1p(-max_risk))
-    start = max(fewest, len(p) // 4)
-    threshold = math.inf
-    tested = ends[ends + 1 >= start]
-    for some in torch.split(tested, _AT_ONCE) if len(tested) else ():
-        passed = binomial_tails(errors[some], some + 1, max_risk) <= 1 - confidence
-        first_failure = int(passed.long().cumprod(0).sum())
-        if first_failure:
-            threshold = float(values[some[first_failure - 1]])
-        if first_failure < len(some):
-            break
-    return threshold
+    count, level = len(p), 1 - confidence
+    least, small = (math.ceil(math.log(share) / math.log1p(-max_risk)) for share in (level, level / 2 / _STARTS))
+    if count < least:
+        return Threshold(math.inf, f"too few examples: {count}, at least {least} are needed")
+    few = small > count / 2
+    sizes = [math.ceil(small * (count / small) ** (k / _STARTS)) for k in range(0 if few else _STARTS)]
+    quarter = max(count // 4, least)
+    reached = max(
+        _reached(errors, ends, [quarter], max_risk, level if few else level / 2),
+        _reached(errors, ends, sizes, max_risk, level / 2 / _STARTS),
+    )
+    if reached >= 0:
+        return Threshold(float(values[reached]))
+    first = int(ends[torch.searchsorted(ends, min([quarter, *sizes]) - 1)])
+    said = f"{int(errors[first])} of the {first + 1} most confident are wrong"
+    return Threshold(math.inf, f"no subset is good enough: {said}, which is no proof of {max_risk:g} at most")
+
+
+def _reached(errors: Tensor, ends: Tensor, sizes: Sequence[int], max_risk: float, level: float) -> int:
+    """Return the last of `ends` that sequences from these sizes reach, each up to its first failure; -1 if none does.
+
+    Args:
+        errors: How many of the first m are wrong, at m - 1.
+        ends: The places m - 1 that may be tested, in order.
+        sizes: Where sequences begin, in order.
+        max_risk: The error rate of the test.
+        level: The level of each test.
+    """
+
+    def passed(places: Tensor) -> Tensor:
+        return binomial_tails(errors[ends[places]], ends[places] + 1, max_risk) <= level
+
+    reached = -1  # a place in `ends`
+    places = torch.searchsorted(ends, torch.tensor(sizes, dtype=torch.long) - 1)
+    for place in places[passed(places)].tolist() if sizes else ():
+        while reached < place:  # else it is inside of an earlier run, which it would end as
+            some = torch.arange(place, min(place + _AT_ONCE, len(ends)))
+            run = int(passed(some).long().cumprod(0).sum())
+            reached = place + run - 1
+            place = place + run if run == len(some) < len(ends) - place else reached
+    return int(ends[reached]) if reached >= 0 else -1
 
 
 def clopper_pearson(errors: int, count: int, confidence: float = 0.95) -> float:

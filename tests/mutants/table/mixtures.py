@@ -94,6 +94,9 @@ MUTANTS = [
         ("chains in one piece", "torch.cat([x[:, :n], x[:, -n:]])", "x", "drifts"),
         ("no variance between chains", "within + halves.mean(1).var(0)", "within", "sums"),
         ("without Geyer's monotony", "pairs.cummin(0).values", "pairs", "sums"),
+        ("ranks of the values alone", "_ratio(_scores(folded))", "_ratio(_scores(halves))", "scales or vehtari"),
+        ("ranks without their correction", "(ranks - 0.375) /", "(ranks - 0.5) /", "vehtari"),
+        ("one tail", "torch.minimum(low, high)", "low", "vehtari"),
         ("circular autocovariances", "n=2 * n, dim=1)\n    sums", "n=n, dim=1)\n    sums", "sums"),
     ),
 ]
