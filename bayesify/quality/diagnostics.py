@@ -66,7 +66,8 @@ def diagnose(values: Array) -> Diagnosis:
         (True, False)
     """
     x = _checked(values)
-    return Diagnosis(float(rhat(x).max()), float(ess(x).min()), *x.shape[:2], float(ess(x, kind="tail").min()))
+    tail_ess = float(ess(x, kind="tail").min())
+    return Diagnosis(float(rhat(x).max()), float(ess(x).min()), x.shape[0], x.shape[1], tail_ess)
 
 
 def rhat(values: Array, *, kind: str = "rank") -> Tensor:
