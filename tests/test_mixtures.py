@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bayesify import (
     fit_laplace,
     load,
     mean,
+    metrics,
     mix,
     named_posteriors,
     penalty,
@@ -109,10 +111,31 @@ def test_a_draw_is_one_of_the_members_own():
     assert (counts - 20).abs().max() < 4 * (60 * 2 / 9) ** 0.5
 
 
-def test_fewer_samples_than_members_go_to_the_first_ones():
+def test_no_member_is_left_out():
     model = ensemble(5)
-    found = predict(model, X, samples=2, seed=0)
-    assert torch.equal(found.logits, plain_logits(components(model)[:2]))
+    with pytest.raises(ValueError, match=r"samples=3 leaves 2 of the mixture's 5 members out; give samples=5 or more"):
+        predict(model, X, samples=3)
+    assert predict(model, X, samples=5, seed=0).logits.shape[0] == 5
+    assert predict(model, X, samples=0).num_samples == 0
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_a_temperature_of_one_changes_nothing_whatever_the_rows_weigh(count):
+    model = mix([member(0), member(1, "vi", init_sig=1.0), member(2, "vi", init_sig=2.0)])
+    for out in (predict(model, [(X, Y)], samples=count, seed=0), predict(model, [(X, Y)], seed=0)):
+        for name in ("log_probs", "expected_entropy"):
+            torch.testing.assert_close(getattr(out.tempered(1.0), name), getattr(out, name), rtol=1e-12, atol=1e-12)
+        out = replace(out, labels=(out.prediction + (torch.arange(12) % 4 == 0)) % 3)  # some of them wrong
+        fitted = metrics.fit_temperature(out)
+        assert fitted.nll_before == pytest.approx(out.scores["nll"], rel=1e-9)
+        assert fitted.nll == pytest.approx(out.tempered(fitted).scores["nll"], rel=1e-9)
+        assert out[2:5].tempered(2.0).probs.allclose(out.tempered(2.0).probs[2:5])
+
+
+def test_a_closed_form_beside_samples_has_no_temperature():
+    out = predict(mix([member(0, "la"), member(1, "vi", init_sig=1.0)]), X, seed=0)
+    with pytest.raises(ValueError, match="a closed form of a member has no samples to temper"):
+        out.tempered(1.0)
 
 
 def test_none_is_five_per_sampled_member_and_one_per_point_each_with_the_same_weight():

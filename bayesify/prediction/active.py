@@ -85,17 +85,23 @@ def deviations(predictive: Any) -> Tensor:
             "diverse=True compares the outputs of several samples, which this prediction has not; "
             "predict with samples=20, or pass diverse=False"
         )
+    share = getattr(predictive, "weights", None)
+    share = outputs.new_full((len(outputs),), 1 / len(outputs), dtype=torch.float64) if share is None else share
     if regression:
         values, scale = outputs.double(), _noise(predictive).expand_as(predictive.mean)
     elif hasattr(predictive, "prediction") and outputs.shape[1:] == predictive.expected_entropy.shape:  # one per label
         values = outputs.double().sigmoid()
-        scale = values.mean(0) * (1 - values.mean(0))
+        scale = _average(values, share) * (1 - _average(values, share))
     else:
         values = outputs.double().softmax(-1)
-        scale = values.mean(0)
-    centred = (values - values.mean(0)) / (len(values) * scale.clamp_min(1e-30)).sqrt()
-    found: Tensor = centred.reshape(*centred.shape[:2], -1).transpose(0, 1)
+        scale = _average(values, share)
+    centred = (values - _average(values, share)) / scale.clamp_min(1e-30).sqrt()
+    found: Tensor = (share.sqrt().view(-1, 1, 1) * centred.reshape(*centred.shape[:2], -1)).transpose(0, 1)
     return found
+
+
+def _average(values: Tensor, share: Tensor) -> Tensor:
+    return torch.einsum("s,s...->...", share, values)
 
 
 def _noise(predictive: RegressionPredictive) -> Tensor:

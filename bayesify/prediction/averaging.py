@@ -26,7 +26,7 @@ def average(parts: Sequence[Found]) -> Found:
     if several := [p for p in parts if isinstance(p, MultilabelPredictive)]:
         return average_probabilities(several)
     found = average_probabilities([p for p in parts if isinstance(p, Predictive)])
-    return replace(found, closed_form=all(p.closed_form for p in parts if isinstance(p, Predictive)))
+    return replace(found, closed_form=any(p.closed_form for p in parts if isinstance(p, Predictive)))
 
 
 def average_probabilities(parts: Sequence[C]) -> C:
@@ -39,8 +39,17 @@ def average_probabilities(parts: Sequence[C]) -> C:
         log_probs=(reduce(torch.logaddexp, [p.log_probs for p in parts]) - math.log(len(parts))).clamp_max_(0),
         expected_entropy=reduce(torch.add, [p.expected_entropy for p in parts]) / len(parts),
         logits=in_turn([p.logits for p in parts]),
+        weights=_weights([max(p.num_samples, 1) for p in parts]),
         num_samples=sum(p.num_samples for p in parts),
     )
+
+
+def _weights(counts: Sequence[int]) -> Tensor | None:
+    """Return the weight 1/(M S_m) of every row that `in_turn` joins; None where all are equal."""
+    if len(set(counts)) == 1:
+        return None
+    each = [torch.full((count,), 1 / (len(counts) * count), dtype=torch.float64) for count in counts]
+    return in_turn(each)
 
 
 def average_regressions(parts: Sequence[RegressionPredictive]) -> RegressionPredictive:

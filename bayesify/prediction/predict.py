@@ -117,8 +117,8 @@ def predict(
         samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
             one pass and a closed form where a fitted "la" has spread in a linear last layer only, or is a regression
             with few outputs (`num_samples` is then 0, and `logits` are the mean's), else the method's `nst` samples. A
-            mixture spreads its samples evenly over the members, of which each weighs the same; None does the best for
-            every member: a closed form, one sample of a point, five of the others.
+            mixture spreads its samples evenly over the members, of which each weighs the same and has one at least;
+            None does the best for every member: a closed form, one sample of a point, five of the others.
         seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
             where there is anything to sample.
         task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. None
@@ -161,6 +161,11 @@ def predict(
     batches, places = as_batches(data), own_places(data)
     whose = member_scopes(model, scopes)
     members = [Member(i, own, len(whose) == 1) for i, own in enumerate(whose)][: 1 if samples == 0 else None]
+    if samples is not None and 0 < samples < len(members):
+        raise ValueError(
+            f"samples={samples} leaves {len(members) - samples} of the mixture's {len(members)} members out; give "
+            f"samples={len(members)} or more, or 0 for the first member's mean"
+        )
     if (len(members) > 1 or update_bn is not None) and not rereadable(batches):
         batches = list(batches)  # the members take their turns on the same data
     if update_bn is None:

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.pieces import in_full, join_labels, said
-from bayesify.prediction.probabilities import Probabilities, ProbabilityTally, entropy_of
+from bayesify.prediction.probabilities import Probabilities, ProbabilityTally, averaged, entropy_of
 from bayesify.prediction.showing import frame, shown
 from bayesify.prediction.targets import IGNORED, classes_last
 from bayesify.quality import metrics
@@ -37,8 +37,9 @@ class Predictive(Probabilities):
         logits: Per-sample logits, (S, N, ..., K); None where they were not kept.
         labels: The labels that came with the data, or None.
         num_samples: S; 0 where the posterior mean or a closed form was used.
-        closed_form: Whether the average is over Gaussian logits, by `bayesify.prediction.gaussian.GaussianLogits`;
-            `logits` are then the mean's, (1, N, ..., K).
+        weights: What each row of `logits` weighs, (S,); None where all weigh the same.
+        closed_form: Whether the average, or that of some of a mixture's members, is over Gaussian logits, by
+            `bayesify.prediction.gaussian.GaussianLogits`; their `logits` are then the mean's, (1, N, ..., K).
         method: The name of the model's method, for reports; empty where it has none, or is not known.
     """
 
@@ -74,15 +75,9 @@ class Predictive(Probabilities):
                 "logits must be (S, N, ..., K) with two classes or more, or (N, K) of one model, got "
                 f"{[tuple(m.shape) for m in members[:3]]} for the first members; stack equal shapes, classes last"
             )
-        # One after the other, as `predict` adds its samples: the same logits give the same bits.
-        log_probs = [F.log_softmax(member.double(), -1) for member in each]
-        return cls(
-            log_probs=(reduce(torch.logaddexp, log_probs) - math.log(len(each))).clamp_max_(0),
-            expected_entropy=reduce(torch.add, map(entropy_of, log_probs)) / len(each),
-            logits=each,
-            labels=join_labels([labels], each.shape[1]),
-            num_samples=count,
-        )
+        log_probs, expected_entropy = averaged(F.log_softmax(member.double(), -1) for member in each)
+        labels = join_labels([labels], each.shape[1])
+        return cls(log_probs, expected_entropy, logits=each, labels=labels, num_samples=count)
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the arrays by name, and how they were made: what `bayesify report` reads from an .npz file."""
@@ -117,7 +112,7 @@ class Predictive(Probabilities):
         return self.confidence >= threshold
 
     def tempered(self, temperature: float) -> "Predictive":
-        """Return the prediction at another temperature, 1/S sum_s softmax(logits_s / T).
+        """Return the prediction at another temperature, sum_s w_s softmax(logits_s / T) with weights w_s, mostly 1/S.
 
         Args:
             temperature: T, or what `metrics.fit_temperature` returned for a prediction of held-out data.
@@ -134,11 +129,15 @@ class Predictive(Probabilities):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"temperature must be positive and finite, got {value}; 1.0 changes nothing")
         if self.closed_form:
-            raise ValueError("a closed form has no samples to temper, and its prior was tuned; predict with samples=")
+            whose = "of a member " if self.num_samples else ""
+            raise ValueError(
+                f"a closed form {whose}has no samples to temper, and its prior was tuned; predict with samples="
+            )
         if self.logits is None:
             raise ValueError("the prediction has no logits; predict with keep_samples=True")
-        found = Predictive.from_logits(self.logits / value)
-        return replace(found, labels=self.labels, num_samples=self.num_samples, method=self.method)
+        each = (F.log_softmax(row.double() / value, -1) for row in self.logits)
+        log_probs, expected_entropy = averaged(each, self.weights)
+        return replace(self, log_probs=log_probs, expected_entropy=expected_entropy, logits=self.logits / value)
 
     def sets(self, quantile: float, kind: str | None = None, *, seed: int = 0) -> Tensor:
         """Tell which classes are in each example's conformal set, Booleans (N, ..., K).

@@ -1,7 +1,9 @@
 """Probabilities averaged over posterior samples, in log space: what classes and yes-or-no labels have in common."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
@@ -25,6 +27,8 @@ class Probabilities(Judged):
     logits: Tensor | None
     labels: Tensor | None
     num_samples: int
+    weights: Tensor | None = None
+    """What each row of `logits` weighs, (S,), where members of a mixture have unequal numbers of samples."""
 
     @property
     def entropy(self) -> Tensor:
@@ -97,6 +101,21 @@ class ProbabilityTally:
             "labels": join_labels(labels, sum(len(self.log_sums[b]) for b in order)),
             "num_samples": num_samples,
         }
+
+
+def averaged(log_probs: Iterable[Tensor], weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return log sum_s w_s p_s and sum_s w_s H[p_s]; w_s is 1/S by default.
+
+    The sums go from the first to the last, as those over a model's samples do: equal logits give equal bits.
+    """
+    rows = list(log_probs)
+    entropies = [entropy_of(row) for row in rows]
+    if weights is not None:
+        total = reduce(torch.logaddexp, [row + w.log() for row, w in zip(rows, weights, strict=True)])
+        entropy = reduce(torch.add, [row * w for row, w in zip(entropies, weights, strict=True)])
+        return total.clamp_max_(0), entropy
+    total = (reduce(torch.logaddexp, rows) - math.log(len(rows))).clamp_max_(0)
+    return total, reduce(torch.add, entropies) / len(rows)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:

@@ -157,10 +157,16 @@ def _temperature(predictive: Any, given: Temperature | float | None) -> tuple[Te
     if given is not None:
         return given, f"T = {float(given):.4f} was fitted on other data."
     try:
-        fitted = fit_temperature(predictive.logits, predictive.labels)
+        fitted = fit_temperature(predictive if hasattr(predictive, "weights") else predictive.logits, predictive.labels)
     except TemperatureError as error:
         return None, f"No temperature scaling: {error}."
     return fitted, f"T = {float(fitted):.4f} was fitted on these labels (optimistic): fit it on held-out data instead."
+
+
+def _tempered(predictive: Any, temperature: float) -> Any:
+    """Return the probabilities at a temperature: those of its samples, or beside a closed form those of the mean."""
+    weights = getattr(predictive, "weights", None)
+    return tempered_probs(predictive.logits, temperature) if weights is None else predictive.tempered(temperature).probs
 
 
 def _columns(predictive: Any, scaling: Temperature | float | None) -> tuple[str, str]:
@@ -175,7 +181,7 @@ def _add_scores(page: Page, predictive: Any, scaling: Temperature | float | None
     before, after = _columns(predictive, scaling)
     columns = {before.replace(" ", "\u00a0"): predictive.probs}
     if scaling is not None:
-        columns[after.replace(" ", "\u00a0")] = tempered_probs(predictive.logits, float(scaling))
+        columns[after.replace(" ", "\u00a0")] = _tempered(predictive, float(scaling))
     table = metrics.reliability(predictive.probs, predictive.labels)
     worst = int(table.counts[(table.accuracy - table.confidence).abs().nan_to_num(-1.0).argmax()])
     rows = [
@@ -196,7 +202,7 @@ def _add_calibration(page: Page, predictive: Any, scaling: Temperature | float |
     )
     page.section("Temperature scaling").note(remark)
     if scaling is not None:
-        after, names = tempered_probs(predictive.logits, float(scaling)), _columns(predictive, scaling)
+        after, names = _tempered(predictive, float(scaling)), _columns(predictive, scaling)
         pictures = [
             (f"Before: {names[0]}", plots.reliability_diagram(probs, labels)),
             (f"After: {names[1]}", plots.reliability_diagram(after, labels)),

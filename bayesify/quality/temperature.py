@@ -90,7 +90,7 @@ def fit_temperature(
 
     Args:
         logits: Shape (N, K), or (S, N, K) with one slice per posterior sample; or what `predict` returned, with its
-            logits and its labels.
+            logits and its labels: of tokens or pixels every one whose label is not -100.
         labels: Integer classes, shape (N,); those of the prediction by default.
         bounds: The smallest and the largest temperature to consider.
 
@@ -111,9 +111,11 @@ def fit_temperature(
         >>> fitted.apply(logits)[0]
         tensor([0.7500, 0.2500])
     """
+    weights = None
     if hasattr(logits, "num_samples"):
-        labels = logits.labels if labels is None else labels
-        if (logits := logits.logits) is None:
+        found = logits.flat() if labels is None else logits  # one row per token or pixel whose label counts
+        labels, weights = found.labels if labels is None else labels, found.weights
+        if (logits := found.logits) is None:
             raise ValueError("the prediction has no logits; predict with keep_samples=True")
     if labels is None:
         raise ValueError("a temperature is fitted to labels; give them, or predict on data that holds them")
@@ -128,10 +130,12 @@ def fit_temperature(
         )
     truth = to_labels(labels, values.shape[1], values.shape[2])
     margins = values - values.gather(2, truth.expand(len(values), -1).unsqueeze(2))
+    share = values.new_full((len(values),), 1 / len(values)) if weights is None else weights
+    log_share = share.double().log().unsqueeze(1)
 
     def nll(log_t: float) -> float:
         log_probs = -torch.logsumexp(margins / math.exp(log_t), dim=2)
-        return float(-(torch.logsumexp(log_probs, dim=0) - math.log(len(margins))).mean())
+        return float(-torch.logsumexp(log_probs + log_share, dim=0).mean())
 
     grid = torch.linspace(math.log(low), math.log(high), _GRID_POINTS, dtype=torch.float64).tolist()
     curve = {log_t: nll(log_t) for log_t in grid}

@@ -40,7 +40,7 @@ MUTANTS = [
         "quality",
         "test_temperature.py",
         ("average without 1/S", " - math.log(len(scaled))", "", ""),
-        ("fitted without 1/S", " - math.log(len(margins))", "", ""),
+        ("fitted without its weights", "log_probs + log_share", "log_probs", ""),
         (
             "softmax of the average",
             "torch.logsumexp(margins / math.exp(log_t), dim=2)",
@@ -90,7 +90,7 @@ MUTANTS = [
         ("the quantile is rounded down", "math.ceil(round(", "math.floor(round(", "quantile or cover"),
         ("one score too low", "values[rank - 1]", "values[rank - 2]", "quantile or cover"),
         ("too few data are enough", "rank <= len(scores) else math.inf", "True else math.inf", "infinite"),
-        ("the score is p", "(1 - p if kind", "(p if kind", "cover"),
+        ("the score is p", "scores = (1 - p if kind", "scores = (p if kind", "cover"),
         ("sets that are not randomised", "- (1 - u) * values", "- 0 * values", "aps or cover"),
         (
             "the least probable first",
@@ -174,7 +174,7 @@ MUTANTS = [
         "test_deciding.py",
         ("information without its half", "torch.log1p(ratio) / 2", "torch.log1p(ratio)", "information"),
         ("what is known counts again", "rest = rest - u @", "rest = rest - 0 * u @", "diverse or copy"),
-        ("deviations without p", "(len(values) * scale.clamp_min(1e-30))", "len(values) * torch.ones(())", "twice"),
+        ("deviations without p", " / scale.clamp_min(1e-30).sqrt()", "", "twice"),
     ),
     *of(
         "prediction/gaussian.py",
