@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from bayesify import bayesify, fit_laplace, metrics, predict
+from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.predictive import Predictive
 
 
@@ -162,3 +163,22 @@ def test_what_cannot_be_tempered():
         predict(model, x).tempered(2.0)
     with pytest.raises(ValueError, match="positive and finite, got -1"):
         predict(model, x, samples=2).tempered(-1.0)
+
+
+@pytest.mark.parametrize(("classes", "spread"), [(2, 25.0), (10, 4.0), (1000, 400.0)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_information_of_gaussian_logits_is_that_of_many_draws(classes, spread, turned):
+    """Of 100,000, or 20,000 of 1,000 classes, where 8 draws would give log 8 = 2.08 for 5.8 and 6.6."""
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(1, classes, generator=generator)
+    q = 2 * spread * torch.rand(1, classes, generator=generator)
+    basis = torch.linalg.qr(torch.randn(classes, classes, generator=generator))[0] if turned else None
+    total, entropy, count = torch.zeros(classes, dtype=torch.float64), 0.0, 20_000 if classes == 1000 else 100_000
+    for _ in range(count // 10_000):
+        away = q.sqrt() * torch.randn(10_000, classes, generator=generator)
+        p = (mean + (away if basis is None else away @ basis.T)).softmax(-1)
+        total += p.double().sum(0)
+        entropy -= float(torch.special.xlogy(p, p).double().sum())
+    average = total / count
+    exact = float(-torch.special.xlogy(average, average).sum()) - entropy / count
+    assert float(GaussianLogits(mean, q, basis).mutual_information()) == pytest.approx(exact, rel=0.04 if classes == 1000 else 0.01)

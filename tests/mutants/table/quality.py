@@ -178,12 +178,13 @@ MUTANTS = [
     ),
     *of(
         "prediction/gaussian.py",
-        "test_laplace_last_layer.py",
+        "test_laplace_last_layer.py test_predictive.py",
         ("logits are not centred", "(self.basis - self.basis.mean(0)).square()", "self.basis.square()", "closed_form"),
         ("diagonal logits are not centred", "(1 - 2 / classes) +", "1 +", "closed_form"),
         ("the probit without 1/8", "math.pi / 8 * s2", "math.pi * s2", "probit or closed_form"),
         ("two classes as many", "(4 if self.mean", "(1 if self.mean", "probit"),
         ("information is the entropy", " - entropy / len(normals)", "", "closed_form"),
+        ("the entropy of the mean of the draws alone", "8 / 3 * whole - 2 * halves + each / 3", "whole", "information"),
         ("the variance in the wrong basis", "self.q @ self.basis.square().T", "self.q", "closed_forms_moments"),
     ),
 ]
