@@ -1,5 +1,8 @@
 """Honest uncertainty for any pretrained PyTorch model, in one line."""
 
+import sys
+from types import ModuleType
+
 from bayesify import methods
 from bayesify.core import surface
 from bayesify.core.checkpoint import load, save
@@ -53,6 +56,15 @@ __all__ = [
     "summary",
     "unbayesify",
 ]
+
+
+class _Package(ModuleType):
+    """A module that can be called: `import bayesify; bayesify(model)`."""
+
+    __call__ = staticmethod(bayesify)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

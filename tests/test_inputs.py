@@ -95,3 +95,28 @@ def test_labels_beside_the_inputs_stay_in_their_places():
     model, ids = wide(Language(True)), torch.arange(6).view(1, 6)
     for data in ([(ids, ids)], [({"input_ids": ids}, ids)]):
         assert torch.equal(predict(model, data, samples=0).labels, ids)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression", "multilabel"])
+def test_weights_that_are_not_finite_are_named(task):
+    model = bayesify(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "vi")
+    with torch.no_grad():
+        model[1].parametrizations.weight.original[0, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"'1.weight' is the first parameter that is not finite.*lower learning rate"):
+        predict(model, X, samples=2, task=task)
+
+
+def test_the_package_itself_can_be_called():
+    import bayesify as package
+
+    model = nn.Linear(3, 2)
+    assert package(model, "vi") is model
+    assert package.samples is not None and "bayesify" in dir(package)
+
+
+def test_a_frozen_adapters_error_names_is_trainable():
+    model = nn.Module()
+    model.lora_A = nn.Linear(3, 2).requires_grad_(False)
+    wrapped = nn.ModuleDict({"base": model})
+    with pytest.raises(ValueError, match="is_trainable=True"):
+        bayesify(wrapped, "vi")

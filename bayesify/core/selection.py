@@ -111,9 +111,11 @@ def select(every: list[Candidate], include: Patterns, exclude: Patterns) -> None
             candidate.skipped = f"dtype {candidate.param.dtype}"
     if not any(not c.skipped for c in every):
         reasons = sorted({c.skipped for c in every}) or ["the model has no parameters"]
+        adapters = any(c.skipped == "frozen" and ".lora_" in c.name for c in every)
+        peft = "; PEFT loads adapters frozen: PeftModel.from_pretrained(..., is_trainable=True)" if adapters else ""
         raise SelectionError(
             f"no parameter is left to become Bayesian ({', '.join(reasons)}); "
-            "widen include/exclude, or call requires_grad_(True) on what should be trained"
+            f"widen include/exclude, or call requires_grad_(True) on what should be trained{peft}"
         )
 
 

@@ -23,7 +23,7 @@ from bayesify.core.modes import override
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
 from bayesify.core.seeds import draw_seeds, is_whole
-from bayesify.core.wrap import check_module, scopes_of
+from bayesify.core.wrap import check_module, plain_name, scopes_of
 from bayesify.prediction.averaging import Found, average
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.last_layer import Call, NotLastError, passed
@@ -192,6 +192,7 @@ def predict(
         if m.number in exact or count or len(members) == 1
     ]
     found = replace(average(parts), method=_methods(members))
+    _check_finite(model, found)
     if watch is not None:
         found = watch.judged(found, batches if rereadable(batches) else ())
     return found if places is None else together(found, places)
@@ -359,6 +360,19 @@ def _task_of(scopes: list[Scope]) -> str:
     """Return the task that a fit was for, or "classification"."""
     found = next((name for scope in scopes if (name := getattr(scope.method, "likelihood", None))), None)
     return found if found in TALLIES else "classification"
+
+
+def _check_finite(model: nn.Module, found: Found) -> None:
+    """Raise where a prediction is no number because a weight is none, and name the first."""
+    if not bool((found.mean if isinstance(found, RegressionPredictive) else found.log_probs).isnan().any()):
+        return
+    tensors = chain(model.named_parameters(), ((n, b) for n, b in model.named_buffers() if b.is_floating_point()))
+    for name, tensor in tensors:
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"the predictions are NaN: {plain_name(name)!r} is the first parameter that is not finite; the training "
+                "diverged, train again with a lower learning rate"
+            )
 
 
 def _with_noise(found: Found, scopes: list[Scope], task: str) -> Found:
