@@ -370,8 +370,8 @@ def _check_finite(model: nn.Module, found: Found) -> None:
     for name, tensor in tensors:
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(
-                f"the predictions are NaN: {plain_name(name)!r} is the first parameter that is not finite; the training "
-                "diverged, train again with a lower learning rate"
+                f"the predictions are NaN: {plain_name(name)!r} is the first parameter that is not finite; the "
+                "training diverged, so train again with a lower learning rate"
             )
 
 
