@@ -111,6 +111,27 @@ def test_the_mean_and_a_pinned_sample_are_exported_in_torch_operations(method):
     assert len(results) == 1 or not torch.allclose(*results)
 
 
+@pytest.mark.parametrize("way", ["export", "trace"])
+def test_an_export_outside_of_blocks_warns_that_it_is_the_mean(way):
+    model = bayesify(MLP(), "vi", prior_sig=1.0, init_sig=0.5).eval()
+
+    def made():
+        if way == "trace":
+            return torch.jit.trace(model, X, check_trace=False)
+        return torch.export.export(model, (X,)).module()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = made()
+    assert ["bayesify.deploy(model)" in str(w.message) for w in caught].count(True) == 1
+    with torch.no_grad():
+        assert_close(found(X), model(X))
+    with warnings.catch_warnings(record=True) as caught, mean(model):
+        warnings.simplefilter("always")
+        made()
+    assert not any("bayesify.deploy(model)" in str(w.message) for w in caught)
+
+
 def test_the_mean_is_exported_to_onnx(tmp_path):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -3,11 +3,14 @@
 `wrap` puts all of this on, `unbayesify` takes it off again.
 """
 
+import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from bayesify.core import start
+from bayesify.core.modes import own_block
 from bayesify.core.stored import check_state_dict
 
 LOADING = (check_state_dict, start.load_start)
@@ -21,6 +24,7 @@ def put_on(model: nn.Module) -> None:
         extension.put_on(model)
     for hook in LOADING:
         model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    model.register_forward_pre_hook(warn_of_export)
     model.register_state_dict_pre_hook(start.restore)  # type: ignore[no-untyped-call]
     model.register_state_dict_post_hook(start.save_start)  # type: ignore[no-untyped-call]
 
@@ -29,12 +33,27 @@ def take_off(model: nn.Module) -> None:
     """Undo `put_on`."""
     for extension in extensions:
         extension.take_off(model)
-    ours = (*LOADING, start.restore, start.save_start)
-    places: Any = (model._load_state_dict_pre_hooks, model._state_dict_pre_hooks, model._state_dict_hooks)
+    ours = (*LOADING, warn_of_export, start.restore, start.save_start)
+    places: Any = (
+        model._load_state_dict_pre_hooks, model._forward_pre_hooks, model._state_dict_pre_hooks, model._state_dict_hooks
+    )  # fmt: skip
     for hooks in places:
         for key in [k for k, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
             del hooks[key]
     start.drop(model)
+
+
+def warn_of_export(model: nn.Module, args: Any) -> None:
+    """Warn where a model is traced or exported in no block: what comes out is the posterior's mean alone."""
+    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+        return
+    scope: Any = model._bayesify_scope
+    if own_block(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):
+        warnings.warn(
+            "the exported model is the posterior's mean, without its uncertainty; export bayesify.deploy(model) instead, "
+            "or inside `with bayesify.mean(model)` if the mean is meant",
+            stacklevel=2,
+        )
 
 
 def share_class(module: nn.Module, names: frozenset[str]) -> None:
