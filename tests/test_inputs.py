@@ -120,3 +120,30 @@ def test_a_frozen_adapters_error_names_is_trainable():
     wrapped = nn.ModuleDict({"base": model})
     with pytest.raises(ValueError, match="is_trainable=True"):
         bayesify(wrapped, "vi")
+
+
+class Streams(nn.Module):
+    """Adds what it has seen so far, as a buffer or as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.seen = nn.Linear(3, 2), 0.0
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        self.seen = self.seen + x.mean()
+        self.total.add_(x.mean(0))
+        return self.head(x + self.seen + self.total)
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_no_sample_sees_what_a_model_remembers_of_another(once):
+    model, batches = wide(Streams()), [X[:2], X[2:]]
+    found = predict(model, iter(batches) if once else batches, samples=4, seed=2)
+    expected, seen, total = [], 0.0, torch.zeros(3)
+    for batch in batches:
+        seen, total = seen + batch.mean(), total + batch.mean(0)
+        expected.append(batch + seen + total)
+    torch.testing.assert_close(found.logits, predict(model.head, expected, samples=4, seed=2).logits)
+    assert model.seen == 0.0
+    assert not model.total.any()

@@ -269,7 +269,7 @@ class Run(NamedTuple):
             reusing(model, own) if several else nullcontext() as memory,
             _bar(batches, len(modes), self.progress) as bar,
         ):
-            places = LabelPlaces(own[0])
+            places = LabelPlaces(model)
             for first, together in enumerate(groups):
                 with self.statistics(own[first], together[0]):
                     for sample, batch_index, batch, mode in _turns(batches, together, memory):
@@ -277,7 +277,8 @@ class Run(NamedTuple):
                         one = own[first + sample]
                         with override(self.scopes, mode), self.watched(one, member, mode) as calls:
                             output = call_model(one, to_device(inputs, device), to_device(target, device))
-                            if batch_index not in labels:
+                        if batch_index not in labels:
+                            with override(self.scopes, mode):
                                 labels[batch_index] = places(batch, output)
                         if calls is not None and self.watch is not None:
                             self.watch.take(batch_index, calls, inputs, output)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify.prediction.batches import LABELS, logits_of, split_batch, to_device
+from bayesify.prediction.view import views
 
 IGNORED = -100
 """The label of what does not count, as in cross_entropy."""
@@ -51,7 +52,8 @@ class LabelPlaces:
     def _asked(self, inputs: Mapping[str, Any], labels: Tensor, moved: Tensor, logits: Tensor) -> bool | None:
         """Return whether the model's own loss is nearer to that of the moved labels; None where none counts."""
         try:
-            own = self.model(**to_device({**inputs, LABELS: labels}, logits.device))
+            with views(self.model) as (view,):  # what the model remembers of its calls stays as it is
+                own = view(**to_device({**inputs, LABELS: labels}, logits.device))
         except TypeError:  # it takes no labels
             return False
         loss = own.get("loss") if isinstance(own, Mapping) else getattr(own, "loss", None)
