@@ -50,7 +50,7 @@ def warn_of_export(model: nn.Module, args: Any) -> None:
     scope: Any = model._bayesify_scope
     if own_block(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):
         warnings.warn(
-            "the exported model is the posterior's mean, without its uncertainty; export bayesify.deploy(model) instead, "
+            "the exported model is the posterior's mean, without its uncertainty; export bayesify.deploy(model), "
             "or inside `with bayesify.mean(model)` if the mean is meant",
             stacklevel=2,
         )
