@@ -45,7 +45,8 @@ def take_off(model: nn.Module) -> None:
 
 def warn_of_export(model: nn.Module, args: Any) -> None:
     """Warn where a model is traced or exported in no block: what comes out is the posterior's mean alone."""
-    if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if not (torch.compiler.is_exporting() or tracing):
         return
     scope: Any = model._bayesify_scope
     if own_block(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):

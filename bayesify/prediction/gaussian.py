@@ -85,7 +85,7 @@ class GaussianLogits(NamedTuple):
             quarters.append(total / len(quarter))
         p = torch.stack(quarters)
         whole, halves, each = (-torch.special.xlogy(a, a).sum(1).mean(0) for a in _averages(p))
-        found = 8 / 3 * whole - 2 * halves + each / 3 - entropy / len(normals)
+        found: Tensor = 8 / 3 * whole - 2 * halves + each / 3 - entropy / len(normals)
         return found.clamp_min(0).view(self.q.shape[:-1])
 
 
