@@ -222,18 +222,21 @@ def test_names_and_functions():
 
 
 def test_regression_takes_its_noise_from_the_residuals():
-    """Gauss-Newton and noise: v = 1/(1/sigma^2 + sum_n x_n^2/s), s the mean squared residual; ef has g^2/s^2."""
+    """Gauss-Newton and noise: v = 1/(1/sigma^2 + sum_n x_n^2/s); ef has g^2/s^2; s = RSS/(N - gamma - 2)."""
     x, y = randn(40, 3), randn(40, seed=1)
     for likelihood in (None, "regression"):
         for curvature in ("ggn", "ef"):
             model = bayesify(nn.Linear(3, 1).double(), "la", prior_sig=0.7)
             residual = model(x).detach().squeeze(1) - y
             fit_laplace(model, [(x[:25], y[:25]), (x[25:], y[25:])], curvature=curvature, likelihood=likelihood)
-            noise = float(residual.square().mean())
-            assert model._bayesify_scope.method.noise_var == pytest.approx(noise, rel=1e-12)
+            noise = model._bayesify_scope.method.noise_var
             terms = x.square() / noise if curvature == "ggn" else (x * residual[:, None] / noise).square()
             std = dict(named_posteriors(model))["weight"].std.squeeze(0)
             torch.testing.assert_close(std, (1 / 0.7**2 + terms.sum(0)).rsqrt(), rtol=1e-8, atol=0)
+            ones = torch.ones(40, 1) if curvature == "ggn" else residual[:, None]
+            h = torch.cat([terms.sum(0), (ones.square() / noise ** (1 if curvature == "ggn" else 2)).sum(0)])
+            gamma = float((h / (h + 1 / 0.7**2)).sum())
+            assert noise == pytest.approx(float(residual.square().sum()) / (40 - gamma - 2), rel=1e-3)
 
 
 def test_the_noise_is_saved_with_the_model(tmp_path):

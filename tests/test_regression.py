@@ -124,13 +124,12 @@ def test_a_regression_has_intervals_scores_and_both_kinds_of_doubt(fitted):
     assert "rmse" in repr(out) and "coverage" in repr(out)
 
 
-def test_unknown_noise_is_zero_and_its_likelihood_infinite(fitted):
+def test_unknown_noise_is_zero_and_known_noise_scores():
     x, y = linear()
     model = bayesify(nn.Linear(3, 1), "vi", prior_sig=1.0, init_sig=0.1)
     out = predict(model, [(x, y)], samples=4, seed=0, task="regression")
-    assert float(out.aleatoric.max()) == 0
-    assert out.scores["nll"] == math.inf and math.isfinite(out.scores["crps"])
-    low, high = out.interval(0.9)
+    assert float(out.aleatoric.max()) == 0 and not out.noise_known
+    low, high = out.interval(0.9, noise=False)
     torch.testing.assert_close(low, out.outputs.double().amin(0))
     torch.testing.assert_close(high, out.outputs.double().amax(0))
     known = out.with_noise(metrics.fit_noise(out.outputs, out.targets()))

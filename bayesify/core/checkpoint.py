@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from bayesify.core import fileformat, ranks, start
 from bayesify.core.distributed import copy_whole, follow, is_sharded, rest, whole
 from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
+from bayesify.core.gaussian_noise import GaussianNoise
 from bayesify.core.lost import replaced
 from bayesify.core.method import REGISTRY, Method, resolve
 from bayesify.core.mixture import Mixture, mixture_in, shared_copy
@@ -32,7 +33,7 @@ from bayesify.core.posterior import Posterior, Prior
 from bayesify.core.reading import Scope
 from bayesify.core.selection import candidates, plain_tensors
 from bayesify.core.stored import CENTER
-from bayesify.core.wrap import check_module, check_wrappable, not_bayesian, wrap
+from bayesify.core.wrap import NOISE, check_module, check_wrappable, not_bayesian, wrap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -158,7 +159,9 @@ def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
         root, params = model, {c.name: c.param for c in candidates(model) if c.name in file.priors}
         if cut := [name for name, param in params.items() if is_sharded(param)]:
             raise CheckpointError(f"{cut[0]!r} is sharded over devices; load first, then fully_shard")
-    built, rest = _fitting(path, file, root, params)
+    size = file.tensors.get((REST, f"{NOISE}.log_var"))
+    noise = None if size is None or NOISE in root._modules else GaussianNoise(size.numel()).to(size.dtype)
+    built, rest = _fitting(path, file, root, params, noise)
 
     def take_over() -> None:
         into = scope
@@ -175,6 +178,8 @@ def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
                 posterior.load_state(file.state(posterior.name))
             for name, tensor in rest.items():
                 copy_whole(tensor, file.tensors[REST, name])
+            if noise is not None:
+                root.add_module(NOISE, noise.to(next(root.parameters()).device))
             start.keep(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
 
     return take_over
@@ -263,6 +268,7 @@ def mean_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
     return {
         means[id(t)].name if id(t) in means else name: whole(means[id(t)].mean if id(t) in means else t)
         for name, t in plain_tensors(root)
+        if not name.startswith(f"{NOISE}.")
     }
 
 
@@ -358,7 +364,7 @@ def _check_prior(name: str, about: dict[str, Any]) -> None:
 
 
 def _fitting(
-    path: Path, file: File, root: nn.Module, params: dict[str, Tensor]
+    path: Path, file: File, root: nn.Module, params: dict[str, Tensor], noise: GaussianNoise | None
 ) -> tuple[dict[str, Posterior], dict[str, Tensor]]:
     """Check that a file fits a model, name by name.
 
@@ -370,6 +376,7 @@ def _fitting(
     """
     bayesian = {id(t) for t in params.values()}
     rest = {name: t for name, t in plain_tensors(root) if id(t) not in bayesian}
+    rest |= {} if noise is None else {f"{NOISE}.{name}": t for name, t in plain_tensors(noise)}
     _check_names(path, "Bayesian parameters", set(file.priors), set(params))
     saved_rest = {n for kind, n in file.tensors if kind == REST}
     if file.partial:

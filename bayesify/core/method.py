@@ -46,9 +46,6 @@ class Method:
     stages: ClassVar[Any] = None
     """What the method does in the cycles of a training (`bayesify.methods.cycles.Stages`), if it has a use for them."""
 
-    linear: ClassVar[bool] = False
-    """Whether a regression is predicted linearly in the weights by default (`bayesify.prediction.linear`)."""
-
     fitted: ClassVar[tuple[str, ...]] = ()
     """The options that a fit finds: a state dict holds them, and whoever loads it takes them over."""
 
@@ -104,6 +101,11 @@ class Method:
     def split(self, root: nn.Module, scope: Any) -> list[nn.Module]:
         """Return a model's members, where its posteriors are particles."""
         return [root]
+
+    @property
+    def linear(self) -> bool:
+        """Whether predictions of a regression are linear in the weights by default (`bayesify.prediction.linear`)."""
+        return False
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise if one of a model's posteriors cannot be sampled yet."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from bayesify.core.notebook import html_table
 from bayesify.core.posterior import Posterior
-from bayesify.core.wrap import named_posteriors, scopes_of
+from bayesify.core.wrap import NOISE, named_posteriors, scopes_of
 
 NAME_WIDTH = 60
 MOST_ROWS = 40
@@ -143,6 +143,7 @@ def summary(model: nn.Module) -> Summary:
     for name, param in model.named_parameters():
         if id(param) not in seen:
             why = "not selected" if param.requires_grad else "frozen"
+            why = "noise of the data" if name.startswith(f"{NOISE}.") else why
             why = why if param.is_floating_point() else f"{param.dtype}".removeprefix("torch.")
             rows.append(Row(name, tuple(param.shape), "", "-", why, param.numel()))
     return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra)

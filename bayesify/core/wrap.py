@@ -25,6 +25,7 @@ from bayesify.core.reading import Scope, Site
 from bayesify.core.seeds import draw_seeds, is_whole
 from bayesify.core.selection import Candidate, Patterns, candidates, prior_buffers, priors, select
 
+NOISE = "bayesify_noise"  # the module in a regression model that learns its noise (`bayesify.core.gaussian_noise`)
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -260,6 +261,7 @@ def _unwrap(root: nn.Module, scope: Scope) -> None:
             for key in [k for k, hook in hooks.items() if getattr(hook, "scope", None) is scope]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
+    root._modules.pop(NOISE, None)
     surface.take_off(root)
     caches.forget_weights(scope.caching)
     del root._bayesify_scope

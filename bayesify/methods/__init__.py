@@ -1,5 +1,6 @@
 """The methods: one file each, with its options, its posterior and its formulas."""
 
+from bayesify.core.gaussian_noise import noise
 from bayesify.core.method import Method
 from bayesify.methods.ensemble import Ensemble
 from bayesify.methods.ivon import IVON
@@ -10,4 +11,4 @@ from bayesify.methods.swag import SWAG
 from bayesify.methods.vanilla import Vanilla
 from bayesify.methods.vi import VI
 
-__all__ = ["Ensemble", "IVON", "Laplace", "MCDropout", "Method", "SGLD", "SWAG", "VI", "Vanilla"]
+__all__ = ["Ensemble", "IVON", "Laplace", "MCDropout", "Method", "SGLD", "SWAG", "VI", "Vanilla", "noise"]

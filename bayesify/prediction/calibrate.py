@@ -24,6 +24,9 @@ from bayesify.prediction.batches import as_batches
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.parts import own_places
 from bayesify.prediction.predict import predict, rereadable
+from bayesify.prediction.regression import noise_of
+from bayesify.prediction.targets import values_like
+from bayesify.quality.regression import fit_noise
 from bayesify.quality.temperature import TemperatureError, fit_temperature
 
 logger = logging.getLogger("bayesify")
@@ -34,6 +37,7 @@ FACTORS = tuple(2.0**k for k in range(-4, 8))
 FINE = 2**0.25  # the last refinement's step
 HOPELESS = 0.1  # nats above the best so far, from where larger factors are not tried
 GAIN = 1e-3  # nats that count as a difference
+SURE = 3.32  # nats by which a regression's spread must gain on all the data: 1% of chi-squared by chance
 
 
 def calibrate(
@@ -47,11 +51,13 @@ def calibrate(
 ) -> M:
     """Find one factor on the posterior's spread, by what it does to predictions.
 
-    With labels it is the factor with the lowest NLL of the sampled prediction. Without labels, or with `target`, it is
-    the largest that raises the NLL of the model's own predictions (those of the posterior mean, as probabilities) by at
-    most `target` nats: KL(mean prediction || sampled prediction) <= target. A draw is then core + f (theta - core): for
-    a Gaussian m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay what they were. Where
-    torch.distributed runs several processes, each may give its part of the data, and all get the same factor.
+    With labels it is the factor with the lowest NLL of the sampled prediction; in a regression, with the noise that is
+    known, or else fitted beside each factor, and 1 unless another is better by more than chance. Without labels, or
+    with `target`, it is the largest that raises the NLL of the model's own predictions (those of the posterior mean, as
+    probabilities) by at most `target` nats: KL(mean prediction || sampled prediction) <= target. A draw is then core +
+    f (theta - core): for a Gaussian m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay
+    what they were. Where torch.distributed runs several processes, each may give its part of the data, and all get the
+    same factor.
 
     Args:
         model: A bayesified model that can be sampled, or a module that contains one.
@@ -131,10 +137,10 @@ class Trial:
             raise ValueError(
                 "without labels calibrate needs class probabilities, and these outputs are none; give labels"
             )
-        if isinstance(self.likelihood, Regression):
-            self.likelihood.observe(self.point[0], self.labels)
-            self.likelihood.join(ranks.gathered)
-            self.likelihood.settle("ggn")
+        self.regression = isinstance(self.likelihood, Regression)
+        if isinstance(self.likelihood, Regression) and self.likelihood.noise_var is None:
+            noise = noise_of(model, scopes_of(model))
+            self.likelihood = self.likelihood if noise is None else Regression(noise)
 
     def outputs(self, factor: float) -> Tensor:
         """Return the outputs of all draws, (samples, examples, ...)."""
@@ -146,8 +152,15 @@ class Trial:
         return found.outputs
 
     def nll(self, outputs: Tensor) -> float:
-        """Return the mean NLL of the mixture over draws."""
-        return _mean(self.likelihood.mixture_nll(outputs, self.labels))
+        """Return the mean NLL of the mixture over draws.
+
+        Noise that is not known is fitted beside each candidate: residuals of the mean hold the epistemic error too.
+        """
+        likelihood = self.likelihood
+        if isinstance(likelihood, Regression) and likelihood.noise_var is None:
+            targets = values_like(outputs[0], self.labels).cpu().double()
+            likelihood = Regression(fit_noise(outputs.cpu().double(), targets))
+        return _mean(likelihood.mixture_nll(outputs, self.labels))
 
     def divergence(self, factor: float) -> float:
         """Return the mean KL(p || q) of the mean's prediction p and the sampled prediction q."""
@@ -186,6 +199,10 @@ def _best(trial: Trial) -> float:
             nll(factor)
     best = min(tried, key=nll)
     logger.info("spread times %.3g: NLL %.4f, of the mean %.4f", best, tried[best], point)
+    if trial.regression:
+        # What is in between is chance: twice the gain is chi-squared distributed where the spread is right as it is.
+        count = sum(ranks.gathered(len(trial.point[0])))
+        return best if count * (tried[1.0] - tried[best]) > SURE else 1.0
     if tried[best] >= point - GAIN / 10:
         logger.warning("no spread does better than the posterior mean (NLL %.4f): samples are of no use here", point)
         return 0.0

@@ -22,6 +22,7 @@ from bayesify.core.wrap import check_module, named_posteriors, samples, scopes_o
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import check_share, novelty_of
 from bayesify.prediction.predict import Member, is_plain
+from bayesify.prediction.regression import noise_of
 from bayesify.prediction.targets import classes_last, mean_and_log_var
 from bayesify.prediction.voices import LastLayerVoice, NoveltyVoice, PointVoice, entropy_of
 from bayesify.quality.regression import check_level, mixture_quantile
@@ -145,8 +146,8 @@ def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Itera
     thetas = _thetas(model, members, counts, seed)
     speaking = [i for i, form in enumerate(forms) if form or thetas[i] or wanted == 0]
     for i in speaking:
-        noise = next((v for scope in scopes[i] if (v := getattr(scope.method, "noise_var", None)) is not None), None)
-        noise = None if noise is None else torch.as_tensor(noise, dtype=torch.float32)
+        noise = noise_of(members[i], scopes[i])
+        noise = None if noise is None else noise.float()
         plain = unbayesify(copy.deepcopy(members[i]))
         form = forms[i]
         if form is not None:

@@ -6,10 +6,11 @@ from what the model returns and what the targets are, and where these leave a ch
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,6 +27,7 @@ from bayesify.prediction.targets import (
     same_shape,
     values_like,
 )
+from bayesify.quality.regression import Residuals
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -135,56 +137,85 @@ class Classification(Likelihood):
 
 
 class Regression(Likelihood):
-    """Gaussian noise of one variance: (y - f)^2/(2 v) + 1/2 log(2 pi v), summed over an example's targets.
+    """Gaussian noise, of one variance per output: (y - f)^2/(2 v) + 1/2 log(2 pi v), summed over an example's targets.
 
     Args:
-        noise_var: v; where it is None, `fit_laplace` takes the mean squared residual of its data, and until then v
-            is 1. One variance serves all outputs: standardize targets of different scales.
+        noise_var: v, a number or one for each output, in the order of a flattened example; where it is None,
+            `fit_laplace` estimates it from the residuals of its data, and until then v is 1.
     """
 
     name = "regression"
 
-    def __init__(self, noise_var: float | None = None) -> None:
-        if noise_var is not None and not (math.isfinite(noise_var) and noise_var > 0):
+    def __init__(self, noise_var: "float | Sequence[float] | Tensor | None" = None) -> None:
+        if isinstance(noise_var, (Tensor, np.ndarray)):
+            noise_var = noise_var.tolist()
+        values: list[Any] = list(noise_var) if isinstance(noise_var, (list, tuple)) else [noise_var]
+        values = [] if noise_var is None else values
+        if not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in values) or noise_var == []:
             raise ValueError(f"noise_var must be finite and > 0, or None to estimate it, got {noise_var!r}")
-        self.noise_var = None if noise_var is None else float(noise_var)
-        self._squares, self._count = 0.0, 0
+        found = tuple(float(v) for v in values)
+        self.noise_var: float | tuple[float, ...] | None = None if not found else found[0] if len(found) == 1 else found
+        self.estimated = noise_var is None
+        self.residuals = Residuals()
+
+    @property
+    def needs_residuals(self) -> bool:
+        """Whether the curvature has to wait for the noise: that of several outputs weighs them."""
+        return self.noise_var is None and self.residuals.outputs != 1
+
+    def variances(self, outputs: Tensor) -> Tensor:
+        """Return v, which broadcasts to outputs (examples, ...).
+
+        Raises:
+            ValueError: They are not as many as the outputs.
+        """
+        if not isinstance(self.noise_var, tuple):
+            return outputs.new_tensor(self.noise_var or 1.0)
+        if outputs[0].numel() != len(self.noise_var):
+            raise ValueError(
+                f"noise_var has {len(self.noise_var)} variances, the model {outputs[0].numel()} outputs per example"
+            )
+        return outputs.new_tensor(self.noise_var).view(outputs.shape[1:])
 
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
         """Return the Gaussian's -log density of every target."""
-        var = self.noise_var or 1.0
-        return ((values_like(outputs, target) - outputs).square() / var + math.log(2 * math.pi * var)) / 2
+        var = self.variances(outputs)
+        return ((values_like(outputs, target) - outputs).square() / var + (2 * math.pi * var).log()) / 2
 
     def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
-        """Return roots of H = I/v."""
+        """Return roots of H = diag(1/v)."""
         values_like(outputs, target)
-        return along_axes(torch.full_like(outputs.detach(), (self.noise_var or 1.0) ** -0.5), generator)
+        outputs = outputs.detach()
+        return along_axes(self.variances(outputs).rsqrt().expand_as(outputs), generator)
 
     def observe(self, output: Any, target: Any) -> None:
-        """Add a batch's residuals."""
+        """Add a batch's residuals, until the noise has been estimated from them."""
+        if self.estimated and self.noise_var is not None:
+            return
         outputs = logits_of(output).detach()
-        self._squares += float((values_like(outputs, target) - outputs).cpu().double().square().sum())
-        self._count += outputs.numel()
+        self.residuals += Residuals.of(values_like(outputs, target), outputs)
 
     def join(self, gathered: Callable[[Any], list[Any]]) -> None:
         """Sum the residuals of all processes."""
-        found = gathered((self._squares, self._count))
-        self._squares, self._count = sum(s for s, _ in found), sum(n for _, n in found)
+        self.residuals = sum(gathered(self.residuals), Residuals())
 
     def settle(self, curvature: str) -> float:
         """Set v, where it was not given, to the mean squared residual; curvatures so far were taken at v = 1.
 
-        The Gauss-Newton curvature goes with 1/v, the squared gradients of the empirical Fisher with 1/v^2.
+        The Gauss-Newton curvature goes with 1/v, the squared gradients of the empirical Fisher with 1/v^2. That is for
+        one output; with several, the noise is settled before there are curvatures.
 
         Raises:
-            ValueError: The residuals are 0.
+            ValueError: The residuals of an output are 0.
         """
         if self.noise_var is not None:
             return 1.0
-        if not self._squares > 0:
+        squares = self.residuals.squares
+        found = tuple((squares / self.residuals.count).tolist()) if isinstance(squares, Tensor) else ()
+        if not found or not all(v > 0 for v in found):
             raise ValueError("all residuals are 0: the noise is unknown; pass likelihood=Regression(noise_var=...)")
-        self.noise_var = self._squares / self._count
-        return float(self.noise_var ** (-1 if curvature == "ggn" else -2))
+        self.noise_var = found[0] if len(found) == 1 else found
+        return found[0] ** (-1 if curvature == "ggn" else -2) if len(found) == 1 else 1.0
 
 
 class Heteroscedastic(Likelihood):

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from tqdm.auto import tqdm
 
 from bayesify.core.draws import MEAN, Draw, Mode
+from bayesify.core.gaussian_noise import noise_in
 from bayesify.core.mixture import member_scopes
 from bayesify.core.modes import override
 from bayesify.core.posterior import Posterior
@@ -32,7 +33,7 @@ from bayesify.prediction.multilabel import MultilabelPredictive, MultilabelTally
 from bayesify.prediction.novelty import Watch
 from bayesify.prediction.parts import own_places, together
 from bayesify.prediction.predictive import ClassificationTally, Predictive
-from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally
+from bayesify.prediction.regression import HeteroscedasticTally, RegressionPredictive, RegressionTally, noise_of
 from bayesify.prediction.reuse import Memory, reusing
 from bayesify.prediction.statistics import own_statistics, warn_where_stale
 from bayesify.prediction.targets import LabelPlaces
@@ -178,7 +179,7 @@ def predict(
     watch = Watch.of(model)
     if watch is not None and not rereadable(batches):
         batches = watch.follow(batches)
-    run = Run(model, scopes, task or _task_of(scopes), keep_samples, progress, update_bn, linear, watch)
+    run = Run(model, scopes, task or _task_of(model, scopes), keep_samples, progress, update_bn, linear, watch)
     exact: dict[int, Found] = {}
     for member in members if samples is None else ():
         found, batches = run.in_closed_form(member, batches)
@@ -250,7 +251,7 @@ class Run(NamedTuple):
                 bar.update()
         if not labels:
             raise ValueError("the data has no batches; pass a non-empty loader or tensor")
-        return _with_noise(tally.finish(len(seeds), labels), member.scopes, self.task)
+        return _with_noise(tally.finish(len(seeds), labels), member, self)
 
     def sampled(self, member: Member, batches: Iterable[Any], seeds: list[int]) -> Found:
         """Average over the draws of these seeds; without any, use the mean."""
@@ -286,7 +287,7 @@ class Run(NamedTuple):
                         bar.update()
         if not labels:
             raise ValueError("the data has no batches; pass a non-empty loader or tensor")
-        return _with_noise(tally.finish(len(seeds), [labels[i] for i in sorted(labels)]), member.scopes, self.task)
+        return _with_noise(tally.finish(len(seeds), [labels[i] for i in sorted(labels)]), member, self)
 
     @contextmanager
     def statistics(self, model: nn.Module, mode: Mode) -> Iterator[None]:
@@ -319,7 +320,7 @@ class Run(NamedTuple):
                         tally.add_gaussian(i, logits, output)
                         labels.append(target)
                         bar.update()
-                return _with_noise(tally.finish(0, labels, closed_form=True), member.scopes, self.task), batches
+                return _with_noise(tally.finish(0, labels, closed_form=True), member, self), batches
             except NotLastError as error:
                 if labels:
                     raise ValueError(f"{error}, not for all batches; give samples=, a number of samples") from None
@@ -357,8 +358,10 @@ class Run(NamedTuple):
         return self.watch.noting(model)
 
 
-def _task_of(scopes: list[Scope]) -> str:
-    """Return the task that a fit was for, or "classification"."""
+def _task_of(model: nn.Module, scopes: list[Scope]) -> str:
+    """Return the task that a fit was for, or learned noise; else "classification"."""
+    if noise_in(model) is not None:
+        return "regression"
     found = next((name for scope in scopes if (name := getattr(scope.method, "likelihood", None))), None)
     return found if found in TALLIES else "classification"
 
@@ -376,12 +379,12 @@ def _check_finite(model: nn.Module, found: Found) -> None:
             )
 
 
-def _with_noise(found: Found, scopes: list[Scope], task: str) -> Found:
-    """Give a regression the noise that a fit found, if one did."""
-    noise = next((v for scope in scopes if (v := getattr(scope.method, "noise_var", None)) is not None), None)
-    return (
-        found.with_noise(noise) if isinstance(found, RegressionPredictive) and task == "regression" and noise else found
-    )
+def _with_noise(found: Found, member: Member, run: Run) -> Found:
+    """Give a regression the noise that was learned beside its model, or that a fit found."""
+    if not isinstance(found, RegressionPredictive) or run.task != "regression":
+        return found
+    noise = noise_of(member_of(run.model, member.number), member.scopes)
+    return found if noise is None else found.with_noise(noise)
 
 
 def _methods(members: Sequence[Member]) -> str:

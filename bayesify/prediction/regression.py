@@ -1,14 +1,16 @@
 """A regression model's predictive distribution: a Gaussian for each posterior sample, mixed with equal weights."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bayesify.core.gaussian_noise import noise_in
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import Judged
 from bayesify.prediction.pieces import in_full, join, join_labels, one_of, said, stack_samples
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LEVEL = 0.95
+NO_NOISE = (
+    "the noise of the data is not known, and intervals without it would hold too little; train with "
+    "bayesify.methods.noise(model), or fit it to held-out data: "
+    "out.with_noise(metrics.fit_noise(held.outputs, targets)); interval(noise=False) is that of the function alone"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,19 +64,27 @@ class RegressionPredictive(Judged):
         """Both standard deviations together, sqrt(epistemic^2 + aleatoric^2)."""
         return (self.epistemic**2 + self.aleatoric**2).sqrt()
 
-    def with_noise(self, noise_var: float | Tensor) -> "RegressionPredictive":
+    def with_noise(self, noise_var: float | Sequence[float] | Tensor) -> "RegressionPredictive":
         """Return the same prediction with noise of this variance, such as `metrics.fit_noise` finds on other data.
 
         Args:
-            noise_var: A number, or a tensor that broadcasts to the mean: a variance for each output.
+            noise_var: A number, a variance for each output, or a tensor that broadcasts to the mean.
 
         Raises:
-            ValueError: The variance is negative or not finite.
+            ValueError: The variance is negative or not finite, or of another shape.
         """
         noise = torch.as_tensor(noise_var, dtype=torch.float64).detach().cpu()
         if not bool((torch.isfinite(noise) & (noise >= 0)).all()):
             raise ValueError(f"noise_var must be finite and >= 0, got {noise_var!r}")
-        noise = noise.expand_as(self.mean)
+        if noise.dim() == 1 and noise.shape != self.mean.shape[-1:] and len(noise) == self.mean[:1].numel():
+            noise = noise.view(self.mean.shape[1:])
+        try:
+            noise = noise.expand_as(self.mean)
+        except RuntimeError:
+            raise ValueError(
+                f"noise_var must be a number or one for each output, got shape {tuple(noise.shape)} for a mean of "
+                f"shape {tuple(self.mean.shape)}"
+            ) from None
         return replace(self, aleatoric=noise.sqrt(), noise_var=noise.unsqueeze(0))
 
     @property
@@ -80,12 +95,30 @@ class RegressionPredictive(Judged):
         means = self.outputs.double()
         return means, torch.zeros_like(means) if self.noise_var is None else self.noise_var.sqrt().expand_as(means)
 
-    def interval(self, level: float = LEVEL) -> tuple[Tensor, Tensor]:
-        """Return the central interval (low, high): the mixture's quantiles at (1 - level)/2 and (1 + level)/2."""
+    @property
+    def noise_known(self) -> bool:
+        """Whether the noise of the data is part of the prediction."""
+        return self.noise_var is not None or bool(self.aleatoric.any())
+
+    def interval(self, level: float = LEVEL, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the central interval (low, high): the mixture's quantiles at (1 - level)/2 and (1 + level)/2.
+
+        Args:
+            level: The probability that it holds.
+            noise: Whether it is for what will be observed; False gives that of the function, without the noise.
+
+        Raises:
+            ValueError: The level is no probability, or the noise is not known.
+        """
         gaussians.check_level(level)
-        means, stds = self.components
+        if noise and not self.noise_known:
+            raise ValueError(NO_NOISE)
+        means, stds = self.components if noise else self._without_noise().components
         low, high = (gaussians.mixture_quantile(means, stds, (1 + sign * level) / 2) for sign in (-1, 1))
         return low, high
+
+    def _without_noise(self) -> "RegressionPredictive":
+        return replace(self, aleatoric=torch.zeros_like(self.mean), noise_var=None)
 
     def sets(self, quantile: float, kind: str | None = None) -> tuple[Tensor, Tensor]:
         """Return the conformal interval mean -+ quantile * std, or mean -+ quantile for "absolute" scores.
@@ -109,20 +142,29 @@ class RegressionPredictive(Judged):
 
     @property
     def ranks(self) -> Tensor:
-        """F(y) of every target, uniform between 0 and 1 for an honest prediction (the PIT)."""
+        """F(y) of every target, uniform between 0 and 1 for an honest prediction (the PIT).
+
+        Raises:
+            ValueError: There are no targets, or the noise is not known.
+        """
+        if not self.noise_known:
+            raise ValueError(NO_NOISE)
         return gaussians.mixture_cdf(*self.components, self.targets())
 
     @cached_property
     def scores(self) -> dict[str, float]:
         """RMSE, and NLL, CRPS, coverage and width of the 95% interval of the mixture; empty without targets.
 
-        The NLL is infinite where the noise is not known, since points have no density: see `with_noise`.
+        Where the noise is not known, the RMSE alone: see `with_noise`.
         """
         if self.labels is None:
             return {}
-        y, parts, (low, high) = self.targets(), self.components, self.interval()
-        return {
-            "rmse": float((y - self.mean).square().mean().sqrt()),
+        y, parts = self.targets(), self.components
+        rmse = {"rmse": float((y - self.mean).square().mean().sqrt())}
+        if not self.noise_known:
+            return rmse
+        low, high = self.interval()
+        return rmse | {
             "nll": float(gaussians.mixture_nll(*parts, y).mean()),
             "crps": float(gaussians.mixture_crps(*parts, y).mean()),
             "coverage": float(((low <= y) & (y <= high)).double().mean()),
@@ -153,7 +195,7 @@ class RegressionPredictive(Judged):
         return {name: value.numpy() for name, value in arrays.items() if value is not None}
 
     def _columns(self) -> dict[str, Tensor | None]:
-        low, high = self.interval()
+        low, high = self.interval() if self.noise_known else (None, None)
         targets = None if self.labels is None else self.targets()
         return {"mean": self.mean, "std": self.std, "low": low, "high": high, "target": targets}
 
@@ -175,6 +217,19 @@ class RegressionPredictive(Judged):
         except ValueError:
             scores = ", targets that do not fit the outputs"
         return f"RegressionPredictive({len(self)} examples, {what}, mean std {float(self.std.mean()):.4g}{scores})"
+
+
+def noise_of(model: nn.Module, scopes: Sequence[Any]) -> Tensor | None:
+    """Return the variances of a model's noise: those learned beside it, else what its fit found; None without any.
+
+    Args:
+        model: The model, or a mixture's member.
+        scopes: What a forward of it reads.
+    """
+    if (learned := noise_in(model)) is not None:
+        return learned.variance.cpu().double()
+    found = next((v for scope in scopes if (v := getattr(scope.method, "noise_var", None)) is not None), None)
+    return None if found is None else torch.tensor(found, dtype=torch.float64)
 
 
 class RegressionTally:

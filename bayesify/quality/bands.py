@@ -65,7 +65,7 @@ def regression_band(
     mean, epistemic = predictive.mean.flatten(), predictive.epistemic.flatten()
     if len(at) != len(mean):
         raise ValueError(f"x has {len(at)} values for {len(mean)} predictions; pass one input and one output for each")
-    low, high = (side.flatten() for side in predictive.interval(level))
+    low, high = (side.flatten() for side in predictive.interval(level, noise=predictive.noise_known))
     order = at.argsort()
     z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
     ax = ax or new_axes(height=2.6)

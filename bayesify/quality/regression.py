@@ -7,6 +7,7 @@ with `mixture_` works element by element on float64 tensors of (S, ...), and a s
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
@@ -107,29 +108,36 @@ def interval_score(low: Array, high: Array, targets: Array, level: float = 0.95)
     return float((b - a + 2 / (1 - level) * missed).mean())
 
 
-def fit_noise(outputs: Array, targets: Array) -> float:
-    """Find the noise variance v that maximizes the likelihood of `targets`.
+def fit_noise(outputs: Array, targets: Array) -> float | Tensor:
+    """Find the noise variance v that maximizes the likelihood of `targets`, for each output by itself.
 
     It minimizes - 1/N sum_n log 1/S sum_s N(y_n; f_s(x_n), v) by a grid in log v and golden sections. Fit on held-out
     data: residuals of the training data are too small wherever the model overfits.
 
     Args:
-        outputs: The outputs of each posterior sample, (S, *shape), or of one model, of the targets' shape.
+        outputs: The outputs of each posterior sample, (S, N, ...), or of one model, of the targets' shape (N, ...).
         targets: What was observed.
 
     Returns:
-        The variance, for `RegressionPredictive.with_noise` or `likelihoods.Regression`.
+        The variance, or a tensor of one for each of several outputs, for `RegressionPredictive.with_noise` or
+        `likelihoods.Regression`.
 
     Raises:
-        ValueError: The shapes do not fit, or a model hits every target exactly.
+        ValueError: The shapes do not fit, or a model hits every target of an output exactly.
 
     Example:
         >>> round(fit_noise(torch.zeros(2), torch.tensor([1.0, -1.0])), 4)
         1.0
     """
     f, y = to_double(outputs, "outputs"), to_double(targets, "targets")
-    f = _samples_first(f, y, "outputs")
-    largest = float((y - f).square().mean(tuple(range(1, f.dim()))).max())
+    f = _samples_first(f, y, "outputs").reshape(-1, len(y), y[0].numel())
+    found = [_one_noise(f[..., k], column) for k, column in enumerate(y.reshape(len(y), -1).unbind(1))]
+    return found[0] if len(found) == 1 else torch.tensor(found, dtype=torch.float64).view(y.shape[1:])
+
+
+def _one_noise(f: Tensor, y: Tensor) -> float:
+    """Return the variance for one output (S, N)."""
+    largest = float((y - f).square().mean(1).max())
     if largest == 0:
         raise ValueError("outputs equal the targets exactly, so that there is no noise to fit; fit on held-out data")
 
@@ -142,6 +150,42 @@ def fit_noise(outputs: Array, targets: Array) -> float:
     best = grid.index(min(curve, key=curve.__getitem__))
     curve |= golden_section(nll, grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)])
     return math.exp(min(curve, key=curve.__getitem__))
+
+
+@dataclass
+class Residuals:
+    """Sums over a regression's data, for every output: what its noise and its scale are estimated from.
+
+    Attributes:
+        count: How many examples there were.
+        squares: The sum of the squared residuals.
+        mean: The mean of the targets.
+        scatter: The sum of their squared deviations from it.
+    """
+
+    count: int = 0
+    squares: Tensor | float = 0.0
+    mean: Tensor | float = 0.0
+    scatter: Tensor | float = 0.0
+
+    @classmethod
+    def of(cls, values: Tensor, outputs: Tensor) -> Residuals:
+        """Return those of one batch."""
+        y, f = (t.detach().cpu().double().reshape(len(t), -1) for t in (values, outputs))
+        return cls(len(y), (y - f).square().sum(0), y.mean(0), (y - y.mean(0)).square().sum(0))
+
+    def __add__(self, other: Residuals) -> Residuals:
+        if not self.count or not other.count:
+            return self if self.count else other
+        count, away = self.count + other.count, other.mean - self.mean
+        mean = self.mean + away * (other.count / count)
+        scatter = self.scatter + other.scatter + away**2 * (self.count * other.count / count)
+        return Residuals(count, self.squares + other.squares, mean, scatter)
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs; 0 before there is data."""
+        return len(self.squares) if isinstance(self.squares, Tensor) else 0
 
 
 def mixture_nll(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ from tqdm.auto import tqdm
 
 from bayesify.core import ranks
 from bayesify.core.distributed import gathered_whole, part_of
+from bayesify.core.gaussian_noise import noise_in
 from bayesify.core.selection import Candidate, Patterns, select
 from bayesify.core.wrap import check_module, check_num_data, mean, plain_name, scopes_of
 from bayesify.engine import noise as noises
 from bayesify.methods.laplace.curvature import Curvature
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
+from bayesify.methods.laplace.regression import settle
 from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPLES, Fitted, choose
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.likelihoods import (
@@ -33,6 +35,7 @@ from bayesify.prediction.likelihoods import (
 from bayesify.prediction.parts import reads_a_part
 from bayesify.prediction.targets import LabelPlaces
 from bayesify.prediction.view import evaluation
+from bayesify.quality.regression import Residuals
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,13 +78,15 @@ def fit_laplace(
         structure: "diag"; or "kron", a Kronecker-factored Gauss-Newton for every linear and convolutional weight with
             its bias, which share the weight's prior_sig, and a diagonal one for everything else.
         likelihood: In place of a loss: "classification" (also of tokens and pixels, where labels of -100 do not count),
-            "regression" (Gaussian; the noise variance is the mean squared residual, or that of
-            `likelihoods.Regression(noise_var)`), "heteroscedastic" (outputs are means and log variances), "multilabel",
-            or a function as `loss`. With neither it is found from outputs and targets, or an error names the choice.
+            "regression" (Gaussian; the noise is that of `methods.noise(model)` or `likelihoods.Regression(noise_var)`,
+            or else is estimated from the residuals, one for each output), "heteroscedastic" (outputs are means and log
+            variances), "multilabel", or a function as `loss`. With neither it is found from outputs and targets, or an
+            error names the choice.
         tune: Chooses the scale of the prior that the spread is computed with, and logs it; `prior_sig`, which training
             used, stays. Validation batches choose it by the NLL of the prediction; "marglik" by the Laplace evidence;
-            "self" without labels: the widest spread with which the NLL of the model's own predictions on the training
-            inputs rises by at most 0.1, a fixed dose that costs as much on a model that was calibrated before.
+            "wide", for a regression, takes the widest prior that the evidence allows, as None does where `prior_sig` is
+            relative; "self" without labels: the widest spread with which the NLL of the model's own predictions on the
+            training inputs rises by at most 0.1, a fixed dose that costs as much on a model that was calibrated before.
         include: Which parameters get a variance: glob pattern(s) over names, or a callable of (name, parameter).
         same_data: In several processes, whether the loaders of all give the same data (True) or parts of it, whose
             curvature is then summed (False). None asks the loader's sampler: a DistributedSampler means parts.
@@ -106,6 +111,9 @@ def fit_laplace(
     methods = _methods(model)
     chosen = _selected(model, include)
     given = copy.copy(likelihood_of(likelihood, loss))
+    learned = noise_in(model)
+    if learned is not None and loss is None and likelihood in (None, "regression"):
+        given = Regression(learned.variance)
     _check_arguments(curvature, structure, num_data, tune)
     first: list[Any] = []
     if loader is None:
@@ -119,11 +127,26 @@ def fit_laplace(
         if any(scope.sharded for scope in scopes_of(model)):
             first = first[: min(ranks.gathered(len(first)))]  # their forwards wait for each other
         fitted, found = run.fitted(methods, num_data)
-    _store(model, fitted, tune, found, first, progress=progress)
+    factor = None
+    if isinstance(found, Regression) and loader is not None:
+        relative = all(f.posterior.relative for f in fitted if f.h is not None)
+        wide = tune == "wide" or (tune is None and relative)
+        count = run.count if num_data is None else num_data
+        fitted, own = settle(fitted, found, count, wide=wide, power=1 if run.ggn else 2)
+        factor = own if wide else None
+    elif tune == "wide":
+        raise ValueError("tune='wide' is for regression and its training batches; give validation batches, or 'self'")
+    before = [(scope, scope.method) for scope in scopes_of(model)]
     noise_var = found.noise_var if isinstance(found, Regression) else None
-    for scope in scopes_of(model):
-        if isinstance(scope.method, Laplace):
-            scope.method = replace(scope.method, noise_var=noise_var, likelihood=found.name)
+    try:
+        for scope, method in before:  # which say how candidates for the prior's scale are to be predicted with
+            if isinstance(method, Laplace):
+                scope.method = replace(method, noise_var=noise_var, likelihood=found.name)
+        _store(model, fitted, tune, found, first, factor, progress=progress)
+    except BaseException:
+        for scope, method in before:
+            scope.method = method
+        raise
     return model
 
 
@@ -166,7 +189,7 @@ class Pass:
             self.generator.manual_seed(noises.global_seed())
         batches, first = as_batches(loader), []
         with evaluation(self.model), mean(self.model), torch.inference_mode(False):
-            if getattr(self.likelihood, "needs_residuals", False):
+            if self.likelihood is None or getattr(self.likelihood, "needs_residuals", False):
                 batches = list(batches) if isinstance(batches, Iterator) else batches
                 self._settle_noise(batches, parts=parts)
             with _gradients_of(self.model, self.params):
@@ -188,7 +211,8 @@ class Pass:
         scale = self.likelihood.settle("ggn" if self.ggn else "ef")
         scale *= 1.0 if num_data is None else num_data / self.count
         size = self.count if num_data is None else num_data
-        scales = {name: scale * methods[p].inflation(size, kron=self.kron) for name, p in self.chosen.items()}
+        once = self.kron or isinstance(self.likelihood, Regression)  # which is read linearly: nothing to temper
+        scales = {name: scale * methods[p].inflation(size, kron=once) for name, p in self.chosen.items()}
         krons = self.curvature.factors(scales)
         layers = (self.curvature.layers or {}).items()
         weights = {layer.bias: self.chosen[weight] for weight, layer in layers}
@@ -237,14 +261,27 @@ class Pass:
         return self.likelihood or found_likelihood(found, target), target
 
     def _settle_noise(self, batches: Iterable[Any], *, parts: bool) -> None:
-        """Find the noise of each output from the residuals, before the curvature that it weighs."""
-        assert self.likelihood is not None
+        """Find the noise of each of several outputs from the residuals, before the curvature that it weighs.
+
+        Curvatures of one output are rescaled in the end, so that its first batch is enough.
+        """
+        likelihood: Any = self.likelihood
         for batch in batches:
             inputs, target = split_batch(to_device(batch, device_of(self.model)))
-            self.likelihood.observe(call_model(self.model, inputs, target), target)
-        if parts:
-            self.likelihood.join(ranks.gathered)
-        self.likelihood.settle("ggn")
+            if likelihood is None and not (isinstance(target, Tensor) and target.is_floating_point()):
+                return  # no regression
+            found = call_model(self.model, inputs, target)
+            likelihood = self.likelihood = likelihood or found_likelihood(found, target)
+            if not isinstance(likelihood, Regression):
+                return
+            likelihood.observe(found, target)
+            if not likelihood.needs_residuals:
+                likelihood.residuals = Residuals()
+                return
+        if likelihood is not None:
+            if parts:
+                likelihood.join(ranks.gathered)
+            likelihood.settle("ggn")
 
     def _sum_over_ranks(self) -> None:
         """Sum over the processes."""
@@ -319,8 +356,8 @@ def _check_arguments(curvature: str, structure: str, num_data: float | None, tun
             raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
     if num_data is not None:
         check_num_data(num_data)
-    if isinstance(tune, bool) or (isinstance(tune, str) and tune not in CHOICES):
-        raise ValueError(f"tune must be one of {list(CHOICES)}, validation batches or None, got {tune!r}")
+    if isinstance(tune, bool) or (isinstance(tune, str) and tune not in (*CHOICES, "wide")):
+        raise ValueError(f"tune must be one of {[*CHOICES, 'wide']}, validation batches or None, got {tune!r}")
 
 
 def _kept(methods: "dict[LaplacePosterior, Laplace]") -> list[Fitted]:
@@ -366,12 +403,21 @@ def _selected(model: nn.Module, include: Patterns) -> dict[str, LaplacePosterior
 
 
 def _store(
-    model: nn.Module, fitted: list[Fitted], tune: Any, likelihood: Likelihood, first: list[Any], *, progress: bool
+    model: nn.Module,
+    fitted: list[Fitted],
+    tune: Any,
+    likelihood: Likelihood,
+    first: list[Any],
+    factor: float | None,
+    *,
+    progress: bool,
 ) -> None:
     """Give the posteriors their variances, with the prior's scale that `tune` chooses; uses `fitted` up."""
     before = {f.posterior: f.posterior.fitted() for f in fitted}
     try:
-        factor, tuned = choose(tune, fitted, model, likelihood, first, progress=progress)
+        tuned = "evidence" if tune == "wide" else ""
+        if factor is None:
+            factor, tuned = choose(tune, fitted, model, likelihood, first, progress=progress)
         while fitted:
             # One after the other, so that no more than one curvature is kept beside its deviation.
             fitted.pop().spread(factor)

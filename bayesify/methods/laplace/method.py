@@ -19,6 +19,7 @@ from bayesify.core.quadratics import wide
 from bayesify.engine.noise import Stream, name_key
 from bayesify.methods.laplace.closed_form import LastLayer, last_layer
 from bayesify.methods.laplace.kron import KRON, Kron
+from bayesify.prediction.likelihoods import Regression
 
 PIECE = 1 << 22  # elements at a time in full precision
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,30 +35,34 @@ class Laplace(Tempered):
         damping: Added to every element's precision.
         bias: "informative" treats biases as the weights; "uninformative" gives them a flat prior.
         nst: Samples at prediction.
-        noise_var: The variance of a regression's noise, which every `fit_laplace` sets; None where there is none.
+        noise_var: The variance of a regression's noise, or one for each output, which every `fit_laplace` sets; None
+            where there is none.
         likelihood: The name of the likelihood of the last `fit_laplace`, which is the task that `predict` is for.
     """
 
     name: ClassVar[str] = "la"
     tempers: ClassVar[str] = "Ninflate"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
-    linear: ClassVar[bool] = True
     fitted: ClassVar[tuple[str, ...]] = ("noise_var", "likelihood")
 
     Ninflate: float | None = None
     damping: float = 0.0
     bias: str = "informative"
-    noise_var: float | None = None
+    noise_var: float | tuple[float, ...] | None = None
     likelihood: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_optional("Ninflate", above=0)
         self.check("damping", least=0)
-        if self.noise_var is not None:
-            self.check("noise_var", above=0)
+        Regression(self.noise_var)  # which checks it
         if self.likelihood is not None and not isinstance(self.likelihood, str):
             raise TypeError(f"likelihood must be a name, which fit_laplace sets, got {self.likelihood!r}")
+
+    @property
+    def linear(self) -> bool:
+        """Whether the last fit was a regression: its Gaussian belongs to the linear model."""
+        return self.likelihood == "regression"
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without variances at first."""

@@ -244,7 +244,8 @@ class Cached(NamedTuple):
             raise ValueError(NO_LABELS)
         found = self.form.logits(self.features, self.outputs)
         if isinstance(likelihood, Regression):
-            mean, variance = found.mean.cpu().double(), found.variance().cpu().double() + (likelihood.noise_var or 1.0)
+            mean = found.mean.cpu().double()
+            variance = found.variance().cpu().double() + likelihood.variances(mean)
             squares = 2 * Regression(1.0).item_losses(mean, self.labels.double()) - math.log(2 * math.pi)
             return float((squares / variance + (2 * math.pi * variance).log()).sum() / 2), len(mean)
         return float(likelihood.item_losses(found.log_probs(), self.labels).sum()), len(found.mean)
