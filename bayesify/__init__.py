@@ -10,6 +10,7 @@ from bayesify.core.groups import param_groups
 from bayesify.core.mixing import components, mix
 from bayesify.core.penalty import penalty
 from bayesify.core.summary import summary
+from bayesify.core.version import VERSION
 from bayesify.core.wrap import bayesify, mean, named_posteriors, prior, sample, samples, unbayesify
 from bayesify.integrations import eval_caches, folders
 from bayesify.methods.cycles import Cycles
@@ -23,7 +24,7 @@ from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesify import bayesify, components, deploy, fit_laplace, fit_novelty, mix, penalty, predict
+from bayesify import Cycles, bayesify, components, deploy, fit_laplace, fit_novelty, mix, penalty, predict
 
 CLASSES = 3
 FIELDS = ("probs", "prediction", "confidence", "entropy", "mutual_information")
@@ -188,6 +188,26 @@ def test_a_mixture_has_all_of_its_members():
     ensemble = mix(bayesify(mlp(), "vanilla") for _ in range(3))
     check(deploy(ensemble)(x), predict(ensemble, x))
     assert len(deploy(ensemble).voices) == len(components(ensemble))
+
+
+def test_an_ensemble_has_the_statistics_of_its_members():
+    x, y = data()
+    model = bayesify(
+        nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)), "ensemble", members=3
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    cycles = Cycles(optimizer, model, steps=12)
+    for _ in range(12):
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(model(x), y) + penalty(model, len(x))).backward()
+        optimizer.step()
+        cycles.step()
+    deployed = deploy(model)
+    assert len(deployed.voices) == 3
+    check(deployed(x), predict(model, x))
+    check(deploy(model, samples=0)(x), predict(model, x, samples=0))
+    std = predict(model, x, task="regression").epistemic
+    assert torch.allclose(deploy(model, task="regression")(x)["epistemic"].double(), std, atol=1e-5)
 
 
 def test_a_mixture_of_closed_forms():

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.core.mixing import components, mix
+from bayesify.core.mixing import components
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.seeds import is_whole
+from bayesify.core.version import VERSION
 from bayesify.core.wrap import check_module, named_posteriors, samples, scopes_of, unbayesify
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import check_share, novelty_of
@@ -121,8 +122,6 @@ def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Itera
     if is_plain(model):
         yield Voice(0, PointVoice(copy.deepcopy(model)), None)
         return
-    if wanted != 0 and any(p.particles for _, p in named_posteriors(model)):
-        model = mix(components(model))
     mixture = mixture_in(model)
     if mixture is not None and mixture is not model:
         raise ValueError("the mixture lies inside another module; deploy the mixture itself")
@@ -132,6 +131,11 @@ def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Itera
     for own in scopes:
         for scope in own:
             scope.method.check_ready(scope.posteriors) if wanted != 0 else None
+    particles = [] if mixture is not None or wanted == 0 else components(model)
+    if len(particles) > 1:
+        for draw in range(len(particles) if wanted is None else wanted):
+            yield Voice(0, PointVoice(unbayesify(particles[draw % len(particles)])), None)
+        return
     forms = [own[0].method.closed_form(own[0]) if wanted is None and len(own) == 1 else None for own in scopes]
     curved = any(f is None and any(s.method.linear for s in own) for f, own in zip(forms, scopes, strict=True))
     if curved and task == "regression" and wanted != 0:
@@ -186,11 +190,9 @@ def _with(plain: nn.Module, theta: dict[str, Tensor]) -> nn.Module:
 
 def _about(model: nn.Module, voices: Sequence[Voice], task: str, temperature: Any, threshold: Any) -> dict[str, Any]:
     """Say how a module was made: what an exported file carries as its metadata."""
-    from bayesify import __version__
-
     scopes = [] if is_plain(model) else scopes_of(model)
     return {
-        "bayesify": __version__,
+        "bayesify": VERSION,
         "torch": torch.__version__,
         "architecture": type(mixture.members[0] if (mixture := mixture_in(model)) else model).__name__,
         "methods": sorted({scope.method.name for scope in scopes}) or ["plain"],
