@@ -9,8 +9,8 @@ from scipy import stats
 from torch import nn
 
 from bayesify import active, bayesify, fit_laplace, metrics, predict
-from bayesify.prediction.multilabel import MultilabelPredictive
 from bayesify.prediction.predictive import ClassificationTally, Predictive
+from bayesify.prediction.probabilities import MultilabelPredictive
 from bayesify.prediction.regression import RegressionPredictive
 from bayesify.quality import conformal
 from bayesify.quality import selective as deciding

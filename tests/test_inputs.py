@@ -1,5 +1,6 @@
 """What a prediction reads: inputs that a model writes to, labels that its own loss shifts, data that varies."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import active, bayesify, predict
+from bayesify import active, bayesify, mix, predict
 from bayesify.prediction.targets import IGNORED
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -147,3 +148,45 @@ def test_no_sample_sees_what_a_model_remembers_of_another(once):
     torch.testing.assert_close(found.logits, predict(model.head, expected, samples=4, seed=2).logits)
     assert model.seen == 0.0
     assert not model.total.any()
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Examples with noise that is new at every reading."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+        self.read = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        self.read += 1
+        return (X[i] + torch.randn(3, generator=self.generator),)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_random_augmentation_is_no_epistemic_uncertainty(members):
+    point = nn.Linear(3, 2)
+    models = [bayesify(copy.deepcopy(point), "vi", init_sig=1e-7) for _ in range(members)]
+    model = mix(models) if members > 1 else models[0]
+    found = predict(model, torch.utils.data.DataLoader(Augmented(), batch_size=2), samples=4, seed=0)
+    torch.testing.assert_close(found.logits, found.logits[:1].expand(4, 4, 2), atol=1e-4, rtol=0)
+
+
+def test_data_that_stays_the_same_is_read_once_per_sample():
+    model, loader = wide(nn.Linear(3, 2)), torch.utils.data.DataLoader([(x,) for x in X], batch_size=2)
+    torch.testing.assert_close(predict(model, loader, 3, seed=1).logits, predict(model, X, 3, seed=1).logits)
+
+
+def test_the_class_dimension_of_sequences_is_the_one_that_the_labels_lack():
+    model, x = wide(nn.Conv1d(2, 3, 1)), torch.randn(4, 2, 20)
+    labels = torch.randint(3, (4, 20))
+    found = predict(model, [(x, labels)], samples=2, seed=0)
+    assert found.probs.shape == (4, 20, 3)
+    moved = predict(nn.Sequential(nn.Linear(20, 20)), [(torch.randn(4, 3, 20), torch.randint(20, (4, 3)))])
+    assert moved.probs.shape == (4, 3, 20)
+    for data in (x, [(torch.randn(4, 2, 3), torch.randint(3, (4, 3)))]):
+        with pytest.raises(ValueError, match=r"may have their classes second.*task='tokens'"):
+            predict(model, data, samples=2)
+    assert predict(model, x, samples=2, task="tokens").probs.shape == (4, 3, 20)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import bayesify, fit_laplace, metrics, named_posteriors, predict, summary
+from bayesify.core.wrap import scopes_of
 from bayesify.methods.laplace import tuning
-from bayesify.prediction import predict as predicting
 
 # -- the closed form -----------------------------------------------------------------------------------------
 
@@ -24,7 +24,7 @@ def test_the_closed_form_is_that_of_a_hundred_thousand_draws(classes, structure)
     found = predict(model, x)
     assert found.closed_form
     assert found.num_samples == 0
-    form = predicting.scopes_of(model)[0].method.closed_form(predicting.scopes_of(model)[0])
+    form = scopes_of(model)[0].method.closed_form(scopes_of(model)[0])
     with torch.no_grad():
         z = model.eval()[1](model[0](x))
         exact = form.logits(z, model[2](z))
@@ -71,7 +71,7 @@ def test_draws_of_the_model_have_the_closed_forms_moments():
 def test_two_classes_are_the_sigmoids_probit():
     model, (x, _) = fitted(2), data(3, seed=1)
     found = predict(model, x)
-    form = predicting.scopes_of(model)[0].method.closed_form(predicting.scopes_of(model)[0])
+    form = scopes_of(model)[0].method.closed_form(scopes_of(model)[0])
     with torch.no_grad():
         z = model.eval()[1](model[0](x))
         exact = form.logits(z, model[2](z))
@@ -228,7 +228,7 @@ def test_a_regression_is_tuned_by_its_gaussian():
     fit_laplace(model, [(x, y)], structure="kron", tune=[(x, y)])
     found = predict(model, [(x, y)], task="regression")
     assert found.closed_form
-    noise = predicting.scopes_of(model)[0].method.noise_var
+    noise = scopes_of(model)[0].method.noise_var
     precision = F.pad(x, (0, 1), value=1.0)
     precision = precision.T @ precision / noise
     sig = dict(named_posteriors(model))["weight"].fitted_sig

@@ -128,7 +128,7 @@ def test_streaming_gives_the_same_without_the_samples(model, data):
 def test_modes_and_generator_are_restored(model, data):
     model.train()
     model[0].eval()
-    loader = DataLoader(data, batch_size=5, shuffle=True)
+    loader = DataLoader(data, batch_size=5, shuffle=True, generator=torch.Generator())  # else it moves the global one
     state = torch.get_rng_state()
     predict(model, loader, samples=3, seed=0)
     assert torch.equal(torch.get_rng_state(), state)

@@ -148,7 +148,7 @@ def test_a_temperature_divides_every_samples_logits():
 
 def test_a_temperature_for_tokens_and_for_the_mean():
     model = bayesify(nn.Linear(3, 2), "vi")
-    found = predict(model, torch.randn(4, 5, 3), samples=0)
+    found = predict(model, torch.randn(4, 5, 3), samples=0, task="tokens")
     tempered = found.tempered(2.0)
     assert tempered.num_samples == 0 and tempered.method == "vi" and tempered.log_probs.shape == (4, 5, 2)
     torch.testing.assert_close(tempered.log_probs, torch.log_softmax(found.logits[0].double() / 2, -1))

@@ -385,3 +385,19 @@ def test_statistics_need_batches():
     with pytest.raises(ValueError, match="update_bn has no batches"):
         predict(model, X, 2, update_bn=[])
     assert all(torch.equal(t, kept[n]) for n, t in model[1].state_dict().items())
+
+
+def test_a_path_goes_on_after_a_reload():
+    first, _ = walked(5, 3)
+    second, _ = walked(2, 3)
+    second.load_state_dict(first.state_dict())
+    for model in (first, second):
+        torch.manual_seed(9)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        collect(model)
+    for (_, a), (_, b) in zip(named_posteriors(first), named_posteriors(second), strict=True):
+        assert a.collected == b.collected == 6
+        assert torch.equal(a.iterates, b.iterates)
+        assert torch.equal(a.std, b.std)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bayesify import metrics
+from bayesify.prediction.predictive import Predictive
 from bayesify.quality.metrics import TemperatureError, fit_temperature
 from bayesify.quality.temperature import tempered_probs
 
@@ -155,3 +156,25 @@ def test_bounds_must_be_a_range(bounds):
 def test_temperatures_are_positive_and_finite(temperature):
     with pytest.raises(ValueError, match="temperature must be positive and finite, got"):
         tempered_probs(LOGITS, temperature)
+
+
+def test_dense_logits_are_the_same_rows_flattened():
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(2, 5, 4, 6, 3, generator=generator, dtype=torch.float64)  # (S, N, H, W, K)
+    labels = logits.mean(0).argmax(-1)
+    labels[:, 0] = torch.randint(3, (5, 6), generator=generator)  # some are wrong
+    labels[0] = -100
+    kept = labels.flatten() != -100
+    for samples in (logits, logits[0]):
+        rows = samples.flatten(-4, -2)[..., kept, :]
+        expected = metrics.fit_temperature(rows, labels.flatten()[kept])
+        assert metrics.fit_temperature(samples, labels) == expected
+        assert metrics.fit_temperature(samples.movedim(-1, -3), labels) == expected
+    found = Predictive.from_logits(logits, labels)
+    assert float(metrics.fit_temperature(found)) == pytest.approx(
+        float(metrics.fit_temperature(logits.flatten(1, 3)[:, kept], labels.flatten()[kept])), rel=1e-9
+    )
+    with pytest.raises(ValueError, match=r"the class dimension may be any of the dimensions \[1, 2\]"):
+        metrics.fit_temperature(torch.randn(3, 4, 4), torch.zeros(3, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="the class dimension is none of"):
+        metrics.fit_temperature(torch.randn(3, 4, 4), torch.zeros(3, 5, dtype=torch.long))

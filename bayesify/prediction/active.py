@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesify.prediction.features import features
+from bayesify.prediction.last_layer import features
 from bayesify.prediction.regression import RegressionPredictive
 
 __all__ = ["features", "information", "select"]

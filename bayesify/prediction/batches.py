@@ -1,12 +1,17 @@
 """Read what people call a batch: tensors, tuples, dicts, Hugging Face encodings and outputs."""
 
 import copy
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from bayesify.core import ranks
 
 LABELS = "labels"
 FIXES = {
@@ -145,3 +150,68 @@ def as_batches(data: Any) -> Iterable[Any]:
             )
     batches: Iterable[Any] = data
     return batches
+
+
+def rereadable(batches: Iterable[Any]) -> bool:
+    """Tell whether every pass over the data gives the same batches."""
+    if isinstance(batches, DataLoader):
+        if isinstance(batches.dataset, IterableDataset):
+            return False
+        order = batches.sampler if batches.batch_sampler is None else batches.batch_sampler
+        # A batch sampler of somebody's own may shuffle, whatever it is built on.
+        return isinstance(order.sampler if order.__class__ is BatchSampler else order, SequentialSampler)
+    return isinstance(batches, (list, tuple, Readings))
+
+
+class VariedError(Exception):
+    """Two readings of the data differ."""
+
+
+class Readings:
+    """A loader that is read several times, and raises a `VariedError` where a batch is not the same again.
+
+    Random augmentation makes it so: the samples would see other inputs, and their differences count as epistemic.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+        self.marks: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, batch in enumerate(self.loader):
+            tensors = (leaf.detach().cpu() for leaf in _leaves(batch) if isinstance(leaf, Tensor))
+            mark = [
+                zlib.crc32(t.contiguous().flatten().view(torch.uint8).numpy().tobytes()) for t in tensors if t.numel()
+            ]
+            if self.marks.setdefault(i, mark) != mark:
+                raise VariedError
+            yield batch
+
+
+def own_places(data: Any) -> list[int] | None:
+    """Return which items of the data set this process reads, or None where it is not told to read a part only.
+
+    It is by a DataLoader with torch's DistributedSampler, or one in order that Hugging Face's Accelerate has prepared.
+    """
+    if not reads_a_part(data):
+        return None
+    order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
+    if not isinstance(getattr(order, "sampler", order), DistributedSampler):
+        whole = getattr(order, "batch_sampler", None)  # Accelerate's BatchSamplerShard is built on that of all
+        if not isinstance(getattr(whole, "sampler", None), SequentialSampler):
+            return None
+    return list(order if data.batch_sampler is None else chain.from_iterable(order))
+
+
+def reads_a_part(data: Any) -> bool:
+    """Return whether a DataLoader gives this process a part of the data, by a sampler of torch's or Accelerate's."""
+    if not ranks.several() or not isinstance(data, DataLoader):
+        return False
+    order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
+    inner = getattr(order, "sampler", order)
+    if isinstance(inner, DistributedSampler):
+        return inner.num_replicas > 1
+    return int(getattr(order, "num_processes", 1)) > 1

@@ -20,10 +20,9 @@ from bayesify.core.mixture import member_count
 from bayesify.core.posterior import Posterior
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import check_module, scopes_of
-from bayesify.prediction.batches import as_batches
+from bayesify.prediction.batches import as_batches, own_places, rereadable
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
-from bayesify.prediction.parts import own_places
-from bayesify.prediction.predict import predict, rereadable
+from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
 from bayesify.prediction.targets import values_like
 from bayesify.quality.regression import fit_noise

@@ -1,17 +1,21 @@
-"""One pass in mean mode that keeps what a model's last layer saw: all that a closed-form prediction needs."""
+"""What a layer sees in one pass: for closed forms of the last layer, and as the features of novelty."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesify.core.draws import MEAN, Mode
+from bayesify.core.mixture import mixture_in
 from bayesify.core.modes import override
+from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device
+from bayesify.core.wrap import check_module, mean, named_posteriors
+from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.targets import LabelPlaces
+from bayesify.prediction.view import evaluation, views
 
 
 class NotLastError(Exception):
@@ -81,3 +85,191 @@ def watching(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def features(model: nn.Module, data: Any, layer: str | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return the features that `fit_novelty` measures distances in, at the posterior mean and in eval mode.
+
+    Args:
+        model: Any model, bayesified or not; of a mixture the first member.
+        data: As `predict` takes it.
+        layer: The name of the layer whose inputs are wanted; None is the last linear layer, or for a Hugging Face model
+            the mean of the last hidden state over the tokens that the attention mask shows.
+
+    Returns:
+        The features, (N, D), and the labels or None, on the CPU.
+
+    Raises:
+        ValueError: There is no such layer, it is not called, its inputs are no features of examples, or there is no
+            data.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import active
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+        >>> found, labels = active.features(net, torch.ones(4, 3))
+        >>> found.shape, labels
+        (torch.Size([4, 5]), None)
+    """
+    check_module(model)
+    found, labels = list[Tensor](), list[Any]()
+    with views(model) as (own,):
+        reader = Reader(own, host_of(own), layer)
+        for batch in as_batches(data):
+            inputs, target = split_batch(batch)
+            reader.find(inputs)
+            found.append(reader.features(inputs, target)[0])
+            labels.append(target)
+    if not found:
+        raise ValueError("data has no batches; give at least one")
+    known = all(target is not None for target in labels)
+    return torch.cat(found), torch.cat([torch.as_tensor(t).cpu() for t in labels]) if known else None
+
+
+def host_of(model: nn.Module) -> nn.Module:
+    """Return the module that has the attribute: the bayesified one, the first member of a mixture, or the model."""
+    mixture = mixture_in(model)
+    inside = model if mixture is None else mixture.members[0]
+    roots = [m for m in inside.modules() if "_bayesify_scope" in m.__dict__]
+    if len(roots) == 1:
+        return roots[0]
+    wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    inner: Any = model.module if wrapped else model
+    return inner  # type: ignore[no-any-return]
+
+
+def posteriors_of(host: nn.Module) -> dict[str, Posterior]:
+    """Return the posteriors by name; none of a plain model."""
+    return dict(named_posteriors(host)) if any(isinstance(m, Posterior) for m in host.modules()) else {}
+
+
+class Reader:
+    """Run a model, and read its features on the way.
+
+    Args:
+        model: The model.
+        host: The module in it that layer names belong to.
+        layer: The name of the layer whose inputs are the features; None leaves it to `find`.
+        at: The weights that features are read at.
+    """
+
+    def __init__(self, model: nn.Module, host: nn.Module, layer: str | None, at: str = "mean") -> None:
+        self.model, self.host, self.name, self.at = model, host, layer or "", at
+        self.device, self.base = device_of(model), base_of(host)
+        modules = dict(host.named_modules())
+        if self.name not in modules:
+            linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+            raise ValueError(f"the model has no layer {layer!r}; its last linear layers are {linear[-3:]}")
+
+    def find(self, inputs: Any) -> None:
+        """Choose the layer by what a forward with the first example calls; it stays."""
+        if self.name:
+            return
+        wanted = {name: m for name, m in self.host.named_modules() if isinstance(m, nn.Linear) or name == self.base}
+        with evaluation(self.model), watching(wanted) as calls:
+            output = self._run("mean", rows_of(inputs, slice(0, 1)), None)
+        if not calls:
+            raise ValueError("the model has no linear layer; name the layer whose inputs are its features with layer=")
+        if any(c.name == self.base and hidden(c.output) is not None for c in calls):
+            self.name = self.base or ""
+        else:
+            last = (c for c in reversed(calls) if isinstance(output, Tensor) and same_output(c.output, output))
+            self.name = next(last, calls[-1]).name
+
+    def prior_differs(self) -> bool:
+        """Return whether weights before the features have a prior mean that is not their mean."""
+        is_body = self.name == self.base
+        return any(
+            not torch.equal(p.mean, p.prior_mean.to(p.mean).expand_as(p.mean))
+            for name, p in posteriors_of(self.host).items()
+            if name.startswith(f"{self.name}.") == is_body
+        )
+
+    def features(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
+        """Run the model; return its features, (N, D) on the CPU, and its output where that is the mean's, else None."""
+        with self.tapped() as calls:
+            output = self._run(self.at, inputs, target)
+        return self.read(calls, inputs), output if self.at == "mean" else None
+
+    def entropy(self, inputs: Any, target: Any, output: Any, rows: Tensor | None = None) -> Tensor | None:
+        """Return the entropy of the prediction of all rows or some; None where the outputs are no logits (N, K).
+
+        Args:
+            inputs: The batch.
+            target: Its labels.
+            output: What the mean gave for it, if it has run; None runs it on these rows.
+            rows: Their numbers.
+        """
+        if output is None:
+            target = target[rows] if isinstance(target, Tensor) and rows is not None else target
+            output, rows = self._run("mean", inputs if rows is None else rows_of(inputs, rows), target), None
+        logits = logits_of(output).detach()
+        if logits.dim() != 2 or logits.shape[1] < 2:
+            return None
+        some = logits if rows is None else logits[rows.to(logits.device)]
+        found: Tensor = torch.special.entr(some.float().softmax(1)).sum(1).cpu()
+        return found
+
+    def _run(self, at: str, inputs: Any, target: Any) -> Any:
+        with reading(self.host, at):
+            return call_model(self.model, to_device(inputs, self.device), to_device(target, self.device))
+
+    def tapped(self, model: nn.Module | None = None) -> AbstractContextManager[list[Call]]:
+        """Note the calls of the layer, in the model or in another that is built like it."""
+        host = self.host if model is None or model is self.model else host_of(model)
+        return watching({self.name: dict(host.named_modules())[self.name]})
+
+    def read(self, calls: list[Call], inputs: Any) -> Tensor:
+        """Return the features of a forward that was noted."""
+        if len(calls) != 1:
+            raise ValueError(f"{self.name!r} is called {len(calls)} times in a forward pass; name another with layer=")
+        call = calls[-1]
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        value = hidden(call.output) if self.name == self.base else call.inputs
+        return pooled(value, mask, self.name).detach().float().cpu()
+
+
+def reading(host: nn.Module, at: str) -> AbstractContextManager[None]:
+    """Return the block in which forwards have the weights that features are read at."""
+    if not any(isinstance(m, Posterior) for m in host.modules()):
+        return nullcontext()
+    return mean(host)
+
+
+def rows_of(inputs: Any, rows: Any) -> Any:
+    """Return some rows of a batch's inputs."""
+    if isinstance(inputs, Mapping):
+        return {name: rows_of(value, rows) for name, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return type(inputs)(rows_of(value, rows) for value in inputs)
+    return inputs[rows] if isinstance(inputs, Tensor) and inputs.dim() else inputs
+
+
+def base_of(host: nn.Module) -> str | None:
+    """Return the name of a Hugging Face model's body, which gives the last hidden state; None for other models."""
+    whole: Any = getattr(host, "get_base_model", lambda: host)()
+    base = getattr(whole, "base_model", None) if hasattr(whole, "base_model_prefix") else None
+    return next((name for name, m in host.named_modules() if m is base and name), None)
+
+
+def hidden(output: Any) -> Tensor | None:
+    """Return the last hidden state in what a Hugging Face model's body gave."""
+    found = getattr(output, "last_hidden_state", None)
+    found = output[0] if found is None and isinstance(output, tuple) and output else found
+    return found if isinstance(found, Tensor) and found.dim() >= 3 else None
+
+
+def pooled(value: Any, mask: Tensor | None, name: str) -> Tensor:
+    """Return one row per example: the mean over the tokens that the mask shows, or over the places of an image.
+
+    Raises:
+        ValueError: The rows are not examples.
+    """
+    if not isinstance(value, Tensor) or value.dim() not in (2, 3, 4):
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the features of {name!r} must be (examples, features), got {got}; name another with layer=")
+    if value.dim() != 3 or mask is None or mask.shape != value.shape[:2]:
+        return value if value.dim() == 2 else value.mean(1) if value.dim() == 3 else value.mean((2, 3))
+    shown = mask.to(value).unsqueeze(-1)
+    found: Tensor = (value * shown).sum(1) / shown.sum(1).clamp_min(1)
+    return found

@@ -16,15 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesify.prediction.batches import logits_of
-from bayesify.prediction.roots import along_axes, by_signs, hessian_roots, softmax_roots
 from bayesify.prediction.targets import (
     IGNORED,
+    along_axes,
     as_target,
+    by_signs,
     checked,
     class_labels,
     classes_last,
+    hessian_roots,
     mean_and_log_var,
     same_shape,
+    softmax_roots,
     values_like,
 )
 from bayesify.quality.regression import Residuals

@@ -19,8 +19,7 @@ from tqdm.auto import tqdm
 from bayesify.core.selection import plain_tensors
 from bayesify.core.wrap import check_module
 from bayesify.prediction.batches import as_batches, split_batch
-from bayesify.prediction.features import Reader, host_of, posteriors_of
-from bayesify.prediction.last_layer import Call
+from bayesify.prediction.last_layer import Call, Reader, host_of, posteriors_of
 from bayesify.prediction.view import can_be_viewed, evaluation, view
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.distances import Moments, Reference

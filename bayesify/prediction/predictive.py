@@ -13,9 +13,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesify.prediction.gaussian import GaussianLogits
-from bayesify.prediction.pieces import in_full, join_labels, said
-from bayesify.prediction.probabilities import Probabilities, ProbabilityTally, averaged, entropy_of
-from bayesify.prediction.showing import frame, shown
+from bayesify.prediction.probabilities import (
+    Probabilities,
+    ProbabilityTally,
+    averaged,
+    entropy_of,
+    frame,
+    in_full,
+    join_labels,
+    said,
+    shown,
+)
 from bayesify.prediction.targets import IGNORED, classes_last
 from bayesify.quality import metrics
 from bayesify.quality.arrays import Array
@@ -203,6 +211,9 @@ class Predictive(Probabilities):
 class ClassificationTally(ProbabilityTally):
     """Collect a classifier's outputs."""
 
+    classes: int | None = None
+    """The dimension of the classes; None is that of `classes_last`."""
+
     def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits with the classes last, and log softmax of them."""
         logits = in_full(self._classes_last(output))
@@ -210,15 +221,14 @@ class ClassificationTally(ProbabilityTally):
             _warn_of_probabilities(logits)
         return logits, F.log_softmax(logits.double(), -1)
 
-    @staticmethod
-    def _classes_last(output: Tensor) -> Tensor:
+    def _classes_last(self, output: Tensor) -> Tensor:
         if output.dim() < 2 or (output.dim() == 2 and output.shape[1] < 2):
             raise ValueError(
                 f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
                 "give a single example as a batch, x.unsqueeze(0), and a binary model two outputs, or use "
                 "task='multilabel' for a yes or no, 'regression' for a number"
             )
-        return classes_last(output)
+        return classes_last(output) if self.classes is None else output.movedim(self.classes, -1)
 
     def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
         """Add one batch whose logits have a Gaussian distribution around a model's output.

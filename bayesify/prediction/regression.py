@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from bayesify.core.gaussian_noise import noise_in
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import Judged
-from bayesify.prediction.pieces import in_full, join, join_labels, one_of, said, stack_samples
-from bayesify.prediction.showing import frame, shown
+from bayesify.prediction.probabilities import frame, in_full, join, join_labels, one_of, said, shown, stack_samples
 from bayesify.prediction.targets import mean_and_log_var, values_like
 from bayesify.quality import regression as gaussians
 from bayesify.quality.conformal import INTERVAL_KINDS, half_width, kind_of

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from bayesify.core.wrap import named_posteriors, prior, unbayesify
 from bayesify.prediction.batches import call_model, logits_of
-from bayesify.prediction.features import base_of, hidden, pooled
 from bayesify.prediction.gaussian import GaussianLogits, Spread, normal_points
-from bayesify.prediction.last_layer import same_output
+from bayesify.prediction.last_layer import base_of, hidden, pooled, same_output
 from bayesify.prediction.novelty import Novelty
-from bayesify.prediction.predict import is_plain
+from bayesify.prediction.run import is_plain
 from bayesify.quality.distances import Reference
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bayesify.quality.arrays import Array, ArrayT, like, to_labels, to_logits
+from bayesify.quality.arrays import Array, ArrayT, like, to_double, to_labels, to_logits
 
 _GRID_POINTS = 41
 _LOG_T_WIDTH = 1e-8
@@ -91,7 +92,8 @@ def fit_temperature(
     Args:
         logits: Shape (N, K), or (S, N, K) with one slice per posterior sample; or what `predict` returned, with its
             logits and its labels: of tokens or pixels every one whose label is not -100.
-        labels: Integer classes, shape (N,); those of the prediction by default.
+        labels: Integer classes, shape (N,); those of the prediction by default. Dense labels such as (N, H, W) go with
+            logits of one more dimension, the classes, which is found by the shapes; -100 does not count.
         bounds: The smallest and the largest temperature to consider.
 
     Returns:
@@ -122,7 +124,7 @@ def fit_temperature(
     low, high = bounds
     if not 0 < low < high < math.inf:
         raise ValueError(f"bounds must be 0 < low < high < inf, got {bounds}; the default is (1e-2, 1e2)")
-    values = to_logits(logits)
+    values, labels = _rows(logits, labels)
     if bool((values >= 0).all()) and bool(((values.sum(-1) - 1).abs() < 1e-4).all()):
         raise ValueError(
             f"logits must be what softmax is applied to, got rows between 0 and {float(values.max()):.4g} that sum to "
@@ -146,6 +148,25 @@ def fit_temperature(
     best = min(curve, key=curve.__getitem__)
     pairs = tuple((math.exp(log_t), curve[log_t]) for log_t in sorted(curve))
     return Temperature(math.exp(best), curve[best], nll(0.0), pairs)
+
+
+def _rows(logits: Array, labels: Array) -> tuple[Tensor, Array]:
+    """Return logits (S, N, K) and labels (N,), of dense ones a row for each label that counts."""
+    shape, wanted = (tuple(getattr(values, "shape", ())) for values in (logits, labels))
+    if len(wanted) < 2 or len(shape) - len(wanted) not in (1, 2):
+        return to_logits(logits), labels
+    first = len(shape) - len(wanted)  # the class dimension is behind samples and examples
+    places = [d for d in range(first, len(shape)) if shape[first - 1 : d] + shape[d + 1 :] == wanted]
+    if len(places) != 1:
+        said = f"may be any of the dimensions {places} of" if places else "is none of"
+        raise ValueError(
+            f"the class dimension {said} logits of shape {shape} for labels of shape {wanted}; give rows: "
+            "logits.movedim(class_dim, -1).flatten(0, -2) and labels.flatten()"
+        )
+    values, truth = to_double(logits, "logits").movedim(places[0], -1), torch.as_tensor(labels).flatten()
+    values = values.flatten(first - 1, -2)
+    kept = truth != -100
+    return to_logits(values[kept] if first == 1 else values[:, kept]), truth[kept]
 
 
 def _require_interior(curve: dict[float, float], bounds: tuple[float, float]) -> None:

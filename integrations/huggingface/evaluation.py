@@ -22,8 +22,8 @@ from bayesify.core.seeds import draw_seeds
 from bayesify.core.wrap import scopes_of
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.last_layer import Call, NotLastError, same_output, watching
-from bayesify.prediction.predict import MOST
 from bayesify.prediction.probabilities import entropy_of
+from bayesify.prediction.run import MOST
 from bayesify.prediction.targets import IGNORED
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each

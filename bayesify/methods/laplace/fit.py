@@ -22,7 +22,15 @@ from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.regression import settle
 from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPLES, Fitted, choose
-from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
+from bayesify.prediction.batches import (
+    as_batches,
+    call_model,
+    device_of,
+    logits_of,
+    reads_a_part,
+    split_batch,
+    to_device,
+)
 from bayesify.prediction.likelihoods import (
     Classification,
     Given,
@@ -32,7 +40,6 @@ from bayesify.prediction.likelihoods import (
     found_likelihood,
     likelihood_of,
 )
-from bayesify.prediction.parts import reads_a_part
 from bayesify.prediction.targets import LabelPlaces
 from bayesify.prediction.view import evaluation
 from bayesify.quality.regression import Residuals

@@ -177,7 +177,7 @@ MUTANTS = [
         ("signs are not averaged", "scale * signs / DRAWS**0.5", "scale * signs", "roots_square"),
     ),
     *of(
-        "prediction/roots.py",
+        "prediction/targets.py",
         "test_laplace_failures.py",
         ("a loss that is not convex passes", "values < -1e-4 *", "values < -1e4 *", "convex"),
     ),

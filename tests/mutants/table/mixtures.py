@@ -70,7 +70,7 @@ MUTANTS = [
         ("moments of all cycles together", "posterior._forget_moments()", "pass", "member"),
     ),
     *of(
-        "prediction/averaging.py",
+        "prediction/predict.py",
         "test_mixtures.py",
         ("a sum, not an average", "for p in parts]) - math.log(len(parts))", "for p in parts])", "five or closed"),
         ("no spread between members", "within + (means - mean).square().mean(0)", "within", "regression"),
