@@ -83,6 +83,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgld": ("sgld", {"prior_sig": 0.5, "thin": 3}),
     "la": ("la", {"prior_sig": 0.5}),
     "swag": ("swag", {"rank": 3}),
+    "ensemble": ("ensemble", {}),
     "ivon": ("ivon", {}),
     "vanilla": ("vanilla", {}),
 }
@@ -121,6 +122,8 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     if kind == "ivon":
         return IVON(model, 0.1, num_data=NUM_DATA)
     optimizer = torch.optim.SGD(param_groups(model, 0.1), momentum=0.5)
+    if kind == "ensemble":
+        optimizer.cycles = Cycles(optimizer, model, steps=STEPS, seed=1)  # type: ignore[attr-defined]
     if kind == "swag":
         optimizer.cycles = Cycles(optimizer, model, steps=STEPS, start=0, cycles=STEPS // 4)  # type: ignore[attr-defined]
     return optimizer

@@ -40,7 +40,8 @@ def begin(model=None, *, steps=30, members=3, cycles=None, **options):
     """Return a bayesified model with its optimizer and schedule."""
     model = bayesify(net() if model is None else model, "ensemble", members=members, **options)
     optimizer = torch.optim.Adam(param_groups(model, 1e-2), lr=1e-2)
-    return model, optimizer, Cycles(optimizer, model, steps=steps, seed=5, **(cycles or {}))
+    cycles = {"restart": "prior", "high": 2.0, "seed": 5, **(cycles or {})}
+    return model, optimizer, Cycles(optimizer, model, steps=steps, **cycles)
 
 
 def go(parts, steps):
@@ -111,6 +112,26 @@ def test_every_restart_has_its_start():
     assert all(torch.equal(moved["first"][n], member[n]) for n in start)
     assert all(not torch.equal(moved["fresh"][n], start[n]) for n in start)
     assert [torch.equal(moved["prior"][n], start[n]) for n in start] == [True, True, False, False]
+
+
+def test_no_cycle_starts_at_zero():
+    start = dict(net().named_parameters())
+    parts = begin(prior_mean="zero", cycles={"restart": "fresh"})
+    go(parts, 10)
+    assert all(float(p.original.detach().abs().max()) > 0 for _, p in named_posteriors(parts[0]))
+    assert all(not torch.equal(p.original, start[n]) for n, p in named_posteriors(parts[0]))
+    with pytest.raises(ValueError, match=r"the prior mean of '0\.weight' is zero, from where no cycle can learn"):
+        begin(prior_mean={"0.*": "zero"})
+    begin(prior_mean={"2.*": "zero"})  # the head starts anew
+
+
+def test_by_default_cycles_start_from_the_first_member_at_four_times_the_rate():
+    model = bayesify(net(), "ensemble")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cycles = Cycles(optimizer, model, steps=40)
+    assert (cycles.ends, cycles.stages.restart) == ([20, 30, 40], "first")
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
+    assert Cycles(optimizer, model, steps=40, fresh="0.*").stages.restart == "prior"
 
 
 def test_patterns_name_what_starts_anew():
@@ -375,3 +396,23 @@ def test_a_deployed_ensemble_predicts_the_same():
     with torch.no_grad():
         found = deploy(model)(X)["probs"]
     torch.testing.assert_close(found, predict(model, X).probs.to(found), rtol=1e-5, atol=1e-6)
+
+
+class Counted(nn.Linear):
+    """A layer that knows how often it ran."""
+
+    calls = 0
+
+    def forward(self, x):
+        Counted.calls += 1
+        return super().forward(x)
+
+
+def test_a_frozen_trunk_runs_once_per_batch_for_all_members():
+    torch.manual_seed(0)
+    trunk = nn.Sequential(Counted(4, 6), nn.Tanh()).requires_grad_(False)
+    parts = begin(nn.Sequential(trunk, nn.Linear(6, 3)), members=5)
+    go(parts, 30)
+    Counted.calls = 0
+    predict(parts[0], [X[:8], X[8:16], X[16:]])
+    assert Counted.calls <= 3 + 1  # and once more, to see that it gives the same

@@ -192,7 +192,7 @@ def test_the_trainer_makes_the_cycles_of_an_ensemble_and_goes_on_after_a_stop(tm
     whole.train()
     assert {p.count for _, p in named_posteriors(whole.model)} == {3}
     assert whole.evaluate()["eval_posterior_samples"] == 3
-    assert "classifier" in whole.lr_scheduler.state_dict()["stages"]["fresh"]
+    assert whole.lr_scheduler.state_dict()["stages"]["restart"] == "first"
     other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     for (_, a), (_, b) in zip(named_posteriors(whole.model), named_posteriors(other.model), strict=True):
         assert torch.equal(a.members, b.members)

@@ -24,7 +24,7 @@ def test_the_page_prints_what_it_says(tmp_path, monkeypatch):
         page = page.replace(long, short)
     space = {}
     parts = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, flags=re.DOTALL)
-    assert len(parts) == len(re.findall("```python", page)) == 5
+    assert len(parts) == len(re.findall("```python", page)) == 6
     for code, expected in parts:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

@@ -93,7 +93,7 @@ class Cycles(LRScheduler):
 
     | method | cycles | each |
     |---|---|---|
-    | "ensemble" | one for each member, from twice the rate down to 0 | ends in a member, and starts at the prior mean |
+    | "ensemble" | one for each member, from four times the rate down to 0 | ends in a member; see `restart` |
     | "swag" | 10, in the last quarter of the steps, at a constant rate | ends in an iterate |
     | "sgld" | 4 | looks for a basin up to `beta`, then samples it; `mixture()` has a member of each |
 
@@ -107,9 +107,9 @@ class Cycles(LRScheduler):
         low: What it approaches at the end of a cycle.
         before: A scheduler that is in charge until `start`, whose `step()` is then called here.
         beta: For "sgld": the share of a cycle that looks for a basin, without noise.
-        restart: For "ensemble": where a cycle starts. "prior" (the default) is the prior mean, with what `fresh` names
-            made anew; "fresh" has all modules made anew, for a model that is trained from scratch; "first" is the first
-            member, which gets a cycle of twice the length.
+        restart: For "ensemble": where a cycle starts. "first" is the first member, which gets a cycle of twice the
+            length; "prior" the prior mean, with what `fresh` names made anew; "fresh" has all modules made anew, for a
+            model that is trained from scratch. None is "first", or "prior" where `fresh` is given.
         fresh: For "ensemble": patterns over parameter names: the modules that `reset_parameters` makes anew, with a
             seed of their own. None is the last linear layer, where it is trained; () is none.
         seed: For "ensemble": of the new starts; None takes one number from torch's global generator.

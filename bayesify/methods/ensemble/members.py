@@ -25,19 +25,22 @@ class Members(Stages):
 
     Args:
         run: The schedule.
-        restart: Where a cycle starts: "prior" at the prior mean, with what `fresh` names made anew; "fresh" with all
-            modules made anew, for a model that is trained from scratch; "first" at the first member, which gets a
-            cycle of twice the length.
+        restart: Where a cycle starts: "first" at the first member, which gets a cycle of twice the length; "prior" at
+            the prior mean, with what `fresh` names made anew; "fresh" with all modules made anew, for a model that is
+            trained from scratch. None is "first", or "prior" where `fresh` is given.
         fresh: Patterns over parameter names: the modules that `reset_parameters` makes anew, with a seed of their own.
             None is the last linear layer, where it is trained; () is none.
         seed: Of the new starts; None takes one number from torch's global generator.
     """
 
-    cycles, high, low = 5, 2.0, 0.0
+    cycles, high, low = 3, 4.0, 0.0
     options = ("restart", "fresh", "seed")
 
-    def __init__(self, run: Cycles, *, restart: str = "prior", fresh: Any = None, seed: int | None = None) -> None:
+    def __init__(self, run: Cycles, *, restart: str | None = None, fresh: Any = None, seed: int | None = None) -> None:
         super().__init__(run)
+        own = run.posteriors()
+        zero = {p.name: p.zero_prior for p in own if len(p.shape) > 1}
+        restart = ("first" if fresh is None else "prior") if restart is None else restart
         if restart not in RESTARTS:
             raise ValueError(f"restart must be one of {list(RESTARTS)}, got {restart!r}")
         if seed is not None and not is_whole(seed):
@@ -45,9 +48,14 @@ class Members(Stages):
         if fresh is not None and restart != "prior":
             raise ValueError(f"fresh is for restart='prior', got restart={restart!r}; leave one of them out")
         self.restart = restart
-        own = run.posteriors()
         self._check_shared({id(p.original) for p in own})
         self.fresh = [] if restart == "first" else self._renewed(set(own), fresh)
+        renewed = {p.name for _, module in self.fresh for p in posteriors_of(module)}
+        if dead := [name for name, is_zero in zero.items() if is_zero and restart == "prior" and name not in renewed]:
+            raise ValueError(
+                f"the prior mean of {dead[0]!r} is zero, from where no cycle can learn; give restart='fresh', or "
+                "fresh= patterns that name it"
+            )
         self.seed = shared_seed() if seed is None else int(seed)
 
     def _scopes(self) -> list[Any]:

@@ -51,7 +51,7 @@ class Ensemble(Vanilla):
     name: ClassVar[str] = "ensemble"
     stages: ClassVar[type[Stages]] = Members
 
-    members: int = 5
+    members: int = 3
     mean: str = "first"
     offload: bool = False
     dtype: str | None = None
