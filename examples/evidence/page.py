@@ -92,6 +92,9 @@ def notes(name, table):
     task = TASKS[name]
     steps = f"{task.epochs} epochs in batches of {task.batch}"
     lines = [f"{len(reference)} seeds; {steps}; plain training takes {seconds:.1f} s of one core."]
+    if few := {row: len(found) for row, found in table.rows.items() if len(found) < len(reference)}:
+        cells = ", ".join(f"{words(row)} {count}" for row, count in few.items())
+        lines.append(f"Rows of fewer seeds, with which their differences are paired: {cells}.")
     first = statistics.mean(r["first_loss"] for r in reference.values())
     losses = [f"{words(r)} {table.top(r, 'first_loss'):.3g}" for r in METHODS if r in table.rows]
     if losses:
@@ -144,6 +147,10 @@ known when the present ones (the pull, the tolerance, SGLD's weights, IVON's cur
 look; so were those of the default rows when `pull` joined the grids of the chosen settings, and when the tempered ways
 to predict and plain training by SGD joined the table, in which nothing is chosen. Plain training's grid was widened (to
 SGD, twice the epochs, three seeds) after its first chosen settings had been scored, which the present ones replaced.
+
+The ensemble for one training (`bayesify(model, "ensemble")` with `Cycles`) has its number of members, its rate and its
+restart from validation data of one seed (digits: up to two) of digits, sentences, trec and photos, with few settings;
+one default for all.
 
 Plain training, vi, mc_dropout, la and swag step by the task's optimizer, which for sentences is AdamW; sgld and ivon
 step by SGD's rule. Where the two differ, plain training by SGD and an ensemble of it have rows of their own, and sgld
