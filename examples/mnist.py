@@ -56,9 +56,7 @@ def parse(argv=None):
     parser.add_argument("--method", default="vi", choices=("vanilla", "vi", "mc_dropout", "sgld", "la"))
     training.add_options(parser, epochs=100, patience=10, lr=1e-2, batch_size=128, momentum=0.5, heldout=0.5)
     parser.add_argument("--eval_every", type=int, default=1, help="epochs from one validation to the next")
-    parser.add_argument(
-        "--tune", choices=("marglik", "val"), help="how Laplace chooses its scale; not given, it keeps it"
-    )
+    parser.add_argument("--tune", choices=("val",), help="how Laplace chooses its scale; not given, it keeps it")
     data_root = os.environ.get("BAYESIFY_DATA", "data")
     parser.add_argument("--data_root", type=Path, default=Path(data_root), help="holds MNIST/raw, as in torchvision")
     parser.add_argument("--log_dir", type=Path, default=Path("runs/mnist/vi"))
@@ -212,7 +210,7 @@ def evaluate(args, model, data):
 def fit(args, model, data):
     """Fit the Laplace approximation around the trained weights, save it, and return its prior scale."""
     few = batches(*data["val"])[:TUNE_BATCHES]
-    fit_laplace(model, batches(*data["train"]), tune=few if args.tune == "val" else args.tune)
+    fit_laplace(model, batches(*data["train"]), tune=few if args.tune else None)
     save(model, args.log_dir / "best")
     return {"fitted_prior_sig": next(posterior.prior_sig for _, posterior in named_posteriors(model))}
 

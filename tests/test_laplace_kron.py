@@ -305,6 +305,15 @@ def test_training_after_the_fit_warns_once_at_the_next_prediction(structure, rec
         assert not recwarn
 
 
+def test_weights_that_change_places_have_changed():
+    model = fitted()
+    weight = dict(named_posteriors(model))["2.weight"].original
+    with torch.no_grad():
+        weight.copy_(weight.flip(0).clone())
+    with pytest.warns(UserWarning, match="have changed since fit_laplace"):
+        predict(model, data()[0])
+
+
 def test_another_precision_is_the_same_fit(recwarn):
     x, _ = data()
     predict(fitted().float(), x.float())

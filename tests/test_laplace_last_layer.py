@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from bayesify import bayesify, fit_laplace, metrics, named_posteriors, predict, summary
 from bayesify.core.wrap import scopes_of
-from bayesify.methods.laplace import tuning
+from bayesify.methods.laplace import evidence
 
 # -- the closed form -----------------------------------------------------------------------------------------
 
@@ -206,13 +206,13 @@ def test_the_evidence_of_factors_is_that_of_their_gaussian(sure):
     fit_laplace(model, [train], structure="kron")
     posteriors = dict(named_posteriors(model))
     weight, bias = posteriors["2.weight"], posteriors["2.bias"]
-    fitted = [tuning.Fitted(weight, weight.kron), tuning.Fitted(bias, bias.kron, weight)]
+    fitted = [evidence.Fitted(weight, weight.kron), evidence.Fitted(bias, bias.kron, weight)]
     for factor in (0.3, 2.0):
         curvature = torch.linalg.inv(covariance(model, "2.weight", "2.bias")) - torch.eye(82).double()
         theta = torch.cat([weight.mean.flatten(), bias.mean.flatten()])
         exact = -theta.square().sum() / (2 * factor**2)
         exact -= torch.linalg.slogdet(torch.eye(82).double() + factor**2 * curvature)[1] / 2
-        assert tuning.log_evidence(fitted, factor) == pytest.approx(float(exact), rel=1e-6)
+        assert evidence.log_evidence(fitted, factor) == pytest.approx(float(exact), rel=1e-6)
     chosen = fit_laplace(model, [train], structure="kron", tune="marglik")
     assert dict(named_posteriors(chosen))["2.weight"].fitted_sig != 1.0
 

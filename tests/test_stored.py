@@ -56,12 +56,12 @@ def test_a_part_of_a_state_dict_is_checked_too():
 
 
 def test_a_tuned_prior_goes_with_the_state_dict():
-    model = fit_laplace(bayesify(net(), "la"), [(X, Y)], tune="marglik")
+    model = fit_laplace(bayesify(net(), "la"), [(X, Y)], tune=[(X, Y)])
     other = bayesify(net(1), "la")
     other.load_state_dict(model.state_dict())
     for (_, a), (_, b) in zip(named_posteriors(model), named_posteriors(other), strict=True):
         assert a.fitted_sig == b.fitted_sig != 1
-        assert a.tuned == b.tuned == "evidence"
+        assert a.tuned == b.tuned == "validation"
 
 
 def test_the_noise_of_a_regression_goes_with_the_state_dict():

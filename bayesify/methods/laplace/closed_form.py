@@ -1,15 +1,13 @@
 """Predict with a fitted last layer in one pass: a linear layer's Gaussian weights give Gaussian logits."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from bayesify.core.distributed import whole
+from bayesify.core.posterior import Posterior
+from bayesify.core.reading import Scope
 from bayesify.prediction.gaussian import GaussianLogits, Spread
-
-if TYPE_CHECKING:
-    from bayesify.core.reading import Scope
-    from bayesify.methods.laplace.method import LaplacePosterior
 
 
 class LastLayer(NamedTuple):
@@ -22,8 +20,8 @@ class LastLayer(NamedTuple):
     """
 
     head: nn.Linear
-    weight: "LaplacePosterior"
-    bias: "LaplacePosterior | None"
+    weight: Any
+    bias: Any
 
     def spread(self) -> Spread:
         """Return how the layer spreads its outputs, whose covariance is Q_B diag(q) Q_B^T.
@@ -51,12 +49,12 @@ class LastLayer(NamedTuple):
         return self.spread().logits(features, mean)
 
 
-def last_layer(scope: "Scope") -> LastLayer | None:
+def last_layer(scope: Scope) -> LastLayer | None:
     """Return the linear layer that alone has variance, or None where there is no such layer.
 
     Whether it is the last one is seen in the model's outputs, by whoever runs it.
     """
-    movers: dict[LaplacePosterior, list[tuple[nn.Module, str]]] = {}
+    movers: dict[Posterior, list[tuple[nn.Module, str]]] = {}
     moving = {p for p in scope.posteriors if p.moves}
     for site in scope.sites:
         for posterior in site.module.parametrizations[site.attribute]:  # type: ignore[index]

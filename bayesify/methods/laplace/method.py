@@ -285,12 +285,17 @@ class LaplacePosterior(MomentsPosterior):
         self._stamp, self._looked = self._bits(), None
 
     def _bits(self) -> tuple[torch.dtype, int] | None:
-        """Return the sum of the parameter's bits as integers: exact, in any order, and no other weights have it."""
+        """Return the sum of the parameter's bits as integers, each times its place: exact, whatever the device."""
         param = self.original.detach()
         if param.device.type == "meta" or hasattr(param, "device_mesh"):
             return None
-        bits = param.contiguous().view(BITS[param.element_size()])
-        return param.dtype, int(bits.sum(dtype=torch.int64))
+        total = 0
+        for start, piece in enumerate(
+            torch.split(param.contiguous().view(BITS[param.element_size()]).flatten(), PIECE)
+        ):
+            places = torch.arange(1, len(piece) + 1, device=piece.device) + start * PIECE
+            total += int((piece * places).sum())
+        return param.dtype, total
 
     def has_moved(self) -> bool:
         """Tell whether the parameter is another one than at the fit; a parameter in another precision is the same."""

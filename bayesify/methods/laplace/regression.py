@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesify.methods.laplace.evidence import Fitted, log_evidence
 from bayesify.methods.laplace.kron import Kron
-from bayesify.methods.laplace.tuning import Fitted, log_evidence
 from bayesify.prediction.likelihoods import Regression
 
 logger = logging.getLogger("bayesify")

@@ -6,7 +6,7 @@ one common factor. Where the prediction is a closed form, the last layer's input
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,60 +14,39 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bayesify.core import ranks
-from bayesify.core.distributed import Layout, on_shard, part_of
-from bayesify.core.quadratics import deviation, wide
 from bayesify.core.scales import TOLERANCE
 from bayesify.core.wrap import scopes_of
 from bayesify.methods.laplace.closed_form import LastLayer
-from bayesify.methods.laplace.kron import Kron
-from bayesify.methods.laplace.method import LaplacePosterior
-from bayesify.prediction.batches import is_one_batch
+from bayesify.methods.laplace.evidence import (
+    CLOSED,
+    SAMPLED,
+    Fitted,
+    by_evidence,
+    check_evidence,
+    least,
+    spread_all,
+    typical_sig,
+)
+from bayesify.prediction.batches import as_batches, is_one_batch, split_batch
 from bayesify.prediction.last_layer import NotLastError, passed
-from bayesify.prediction.likelihoods import Classification, Likelihood, Regression
+from bayesify.prediction.likelihoods import Classification, Given, Likelihood, Regression
 from bayesify.prediction.predict import predict
+from bayesify.prediction.probabilities import join_labels
 from bayesify.prediction.view import evaluation
-from bayesify.quality.temperature import golden_section
 
 logger = logging.getLogger("bayesify")
 
 CHOICES = ("marglik", "self")
-EVIDENCE_RANGE = (-6.0, 3.0)  # powers of ten of prior_sig
 VALIDATION_RANGE = (-4.0, 1.0)  # for sampled predictions
 CLOSED_RANGE = (-2.0, 2.5)  # 1/prior_sig^2 from 1e4 to 1e-5
-COARSE = 0.5  # the grid's step, in powers of ten
-WIDTH = 0.01  # of the power, at which a golden-section search ends
-FINE = COARSE / 2  # for closed forms
-LEAST_SAMPLES = 5  # fewer say more about themselves than about the prior
-HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
+SAMPLES = (5, 10)  # fewer say more about themselves than about the prior; more cost more than they say
+VALIDATION_EXAMPLES = 2048  # on which sampled predictions are compared
 DOSE = 0.1  # nats that tune="self" may cost on the model's own predictions
 SELF_EXAMPLES = 2048  # training inputs that it looks at
-BOUND_EXAMPLES = 256  # training inputs on which an untuned spread must do no harm
-BOUND_RANGE = (-4.0, 0.0)  # powers of ten of its factor
+BOUND_EXAMPLES = 256  # training inputs on which an untuned spread must do no harm: at most these,
+BOUND_LEAST, BOUND_SHARE = 8, 32  # at least so many, and else one of so many: five scales cost less than a forward pass
+BOUND_RANGE, BOUND_STEP = (-4.0, 0.0), 0.25  # powers of ten of its factor
 NO_LABELS = "tune= needs data with labels, got inputs alone; pass batches of (inputs, labels), or tune='self'"
-
-
-class Fitted(NamedTuple):
-    """A parameter with its curvature (None where it has none).
-
-    Attributes:
-        posterior: Its posterior.
-        h: The curvature: element by element (of a sharded parameter this process's rows), or in Kronecker factors.
-        weight: Of a bias that is one Gaussian with its weight, the weight's posterior, whose prior counts.
-    """
-
-    posterior: LaplacePosterior
-    h: Tensor | Kron | None
-    weight: LaplacePosterior | None = None
-
-    @property
-    def sig(self) -> float:
-        """The prior's scale."""
-        return (self.posterior if self.weight is None else self.weight).prior_sig
-
-    def spread(self, factor: float) -> None:
-        """Give the posterior its variances for the prior's scale times `factor`."""
-        with on_shard(self.posterior) as own:
-            own.fit(self.h, self.sig * factor, "" if self.weight is None else self.weight.name)
 
 
 def choose(
@@ -86,53 +65,11 @@ def choose(
     if tune is None:
         return bounded(fitted, model, likelihood, first), ""
     if tune == "marglik":
+        check_evidence(fitted, model, likelihood)
         return by_evidence(fitted), "evidence"
     if tune == "self":
         return by_itself(fitted, model, first), "itself"
     return by_validation(fitted, model, tune, likelihood, progress=progress), "validation"
-
-
-# -- evidence -----------------------------------------------------------------------------------------------------
-
-
-def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
-    """Return the part of the Laplace log-evidence that depends on the prior's scale.
-
-    sum over elements of -(theta* - theta0)^2/(2 sigma^2) - 1/2 log(1 + sigma^2 (h + damping)), where h is the
-    curvature, of Kronecker factors in their eigenbases, and sigma the prior's scale times `factor`. Flat priors and
-    parameters without curvature have no part in it.
-    """
-    sums: dict[Layout | None, float] = {}
-    for one in fitted:
-        posterior, h, layout = part_of(one.posterior), one.h, one.posterior.layout
-        if h is None or posterior.flat:
-            continue
-        sig = one.sig * factor
-        away = deviation(posterior.original.detach(), posterior)
-        value = -(float(torch.linalg.vector_norm(away, dtype=wide(away)) / sig) ** 2) / 2
-        if one.weight is None:  # a joined bias is in its weight's eigenvalues
-            holders = layout.size if layout is not None and isinstance(h, Kron) else 1  # of the same eigenvalues
-            h = h.curvature() if isinstance(h, Kron) else h
-            value -= float((h.to(wide(h)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2 / holders
-        group = None if layout is None else layout.group
-        sums[group] = sums.get(group, 0.0) + value
-    return sum(v if group is None else float(group.summed(torch.tensor(v))) for group, v in sums.items())
-
-
-def by_evidence(fitted: Sequence[Fitted]) -> float:
-    """Return the factor of prior_sig with the largest evidence: the best of a grid, then golden sections."""
-    base = typical_sig(fitted)
-
-    def loss(power: float) -> float:
-        return -log_evidence(fitted, 10**power / base)
-
-    best = min(_grid(EVIDENCE_RANGE, COARSE), key=loss)
-    if best in EVIDENCE_RANGE:
-        logger.warning("the evidence grows up to the end of the range, prior_sig %.3g: is the model trained?", 10**best)
-    tried = golden_section(loss, best - COARSE, best + COARSE, WIDTH)
-    power = min(tried, key=lambda power: tried[power])
-    logger.info("prior_sig %.4g has the largest evidence (was %.4g)", 10**power, base)
-    return 10**power / base
 
 
 # -- validation ---------------------------------------------------------------------------------------------------
@@ -143,19 +80,20 @@ def by_validation(
 ) -> float:
     """Return the factor of prior_sig with the lowest NLL of the prediction on validation data.
 
-    In closed form where there is one, else by samples.
+    In closed form where there is one, else by the same few samples at about ten scales, on the first batches.
     """
     base = typical_sig(fitted)
     data = list(data) if isinstance(data, Iterator) else data  # every scale reads it again
     closed = isinstance(likelihood, (Classification, Regression))
     cached = Cached.of(model, fitted, data) if closed else None
-    ends, step = (VALIDATION_RANGE, COARSE) if cached is None else (CLOSED_RANGE, FINE)
+    ends, fine = (VALIDATION_RANGE, SAMPLED) if cached is None else (CLOSED_RANGE, CLOSED)
+    data = _first_batches(data, VALIDATION_EXAMPLES) if cached is None else data
     tried: dict[float, float] = {}
     bar = tqdm(desc="tune", unit="scale", disable=not progress)
 
     def loss(power: float) -> float:
         if power not in tried:
-            _spread(fitted, 10**power / base)
+            spread_all(fitted, 10**power / base)
             found = validation_nll(model, data, likelihood) if cached is None else cached.nll(likelihood)
             tried[power] = _over_ranks(*found)
             bar.update()
@@ -163,22 +101,14 @@ def by_validation(
         return tried[power]
 
     with bar:
-        for power in _grid(ends, step):
-            if not loss(power) <= min(tried.values()) + HOPELESS:
-                break
-        for finer in (step / 2, step / 4):
-            best = min(tried, key=loss)
-            for power in (best - finer, best + finer):
-                if ends[0] <= power <= ends[1]:
-                    loss(power)
-    best = min(tried, key=loss)
-    if best == ends[0]:
+        best = least(loss, ends, fine)
+    if best - ends[0] < fine[1]:
         logger.warning(
             "the least spread that was tried, prior_sig %.3g, has the lowest validation NLL: the model is not "
             "over-confident, and no spread improves its probabilities; a temperature may (metrics.fit_temperature)",
             10**best,
         )
-    if best == ends[1]:
+    if ends[1] - best < fine[1]:
         logger.warning("the validation NLL falls up to the end of the range, prior_sig %.3g", 10**best)
     logger.info("prior_sig %.4g has the lowest validation NLL, %.4f (was %.4g)", 10**best, tried[best], base)
     return 10**best / base
@@ -186,18 +116,46 @@ def by_validation(
 
 def validation_nll(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple[float, int]:
     """Return the sum over the examples of the NLL of the mixture over samples, and how many there are."""
-    samples = max(LEAST_SAMPLES, *(scope.method.nst for scope in scopes_of(model)))
-    found = predict(model, data, samples=samples, seed=0, task="regression")
+    linear = None if isinstance(likelihood, Regression) else False
+    found = predict(model, data, samples=_samples(model), seed=0, task="regression", linear=linear)
     if found.labels is None:
         raise ValueError(NO_LABELS)
+    labels: Any = found.labels
+    if isinstance(likelihood, Given):  # a function of the caller's takes the labels as they are
+        labels = join_labels([split_batch(batch)[1] for batch in as_batches(data)], len(found))
     assert found.outputs is not None
     try:
-        nll = likelihood.mixture_nll(found.outputs, found.labels)
+        nll = likelihood.mixture_nll(found.outputs, labels)
     except ValueError:
         if bool(torch.isfinite(found.outputs).all()):
             raise
         return math.inf, len(found)  # the prior is so wide that samples overflow
     return float(nll.sum()), len(found)
+
+
+def _samples(model: nn.Module) -> int:
+    """Return how many samples a scale is tried with."""
+    return min(max(SAMPLES[0], *(scope.method.nst for scope in scopes_of(model))), SAMPLES[1])
+
+
+def _first_batches(data: Any, most: int) -> Any:
+    """Return the first batches, with `most` examples or all of them."""
+    if is_one_batch(data):
+        return data
+    kept, count = [], 0
+    for batch in data:
+        kept.append(batch)
+        count += _size(batch)
+        if count >= most:
+            break
+    return kept
+
+
+def _size(batch: Any) -> int:
+    """Return the number of labels, or rows of the first tensor."""
+    inputs, labels = split_batch(batch)
+    inputs = next(iter(inputs.values()), ()) if isinstance(inputs, Mapping) else inputs
+    return len(next((v for v in (labels, inputs) if isinstance(v, Tensor) and v.dim()), ()))
 
 
 def _over_ranks(total: float, count: int) -> float:
@@ -218,7 +176,7 @@ class Cached(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, fitted: Sequence[Fitted], data: Any) -> "Cached | None":
         """Run the model once over the data; None where the fit has no closed form."""
-        _spread(fitted, 1.0)
+        spread_all(fitted, 1.0)
         scopes = scopes_of(model)
         form = scopes[0].method.closed_form(scopes[0]) if len(scopes) == 1 else None
         if form is None:
@@ -271,7 +229,7 @@ def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -
     before = _over_ranks(float(-sure.sum()), len(sure))
 
     def cost(power: float) -> float:
-        _spread(fitted, 10**power / base)
+        spread_all(fitted, 10**power / base)
         return _over_ranks(*own.nll(Classification())) - before
 
     low, high = CLOSED_RANGE
@@ -280,55 +238,77 @@ def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -
         high = low
     elif cost(high) <= DOSE:
         low = high
-    while high - low > COARSE / 64:
+    while high - low > CLOSED[0] / 64:
         middle = (low + high) / 2
         low, high = (middle, high) if cost(middle) <= DOSE else (low, middle)
     logger.info("prior_sig %.4g costs %.3g nats on the model's own predictions (was %.4g)", 10**low, cost(low), base)
     return 10**low / base
 
 
+def trial(batches: Sequence[Any], count: int) -> list[Any]:
+    """Cut the first batches of a fit to the few examples that `bounded` looks at.
+
+    A search over five scales with five samples each then costs less than one forward pass over the `count` examples.
+    """
+    wanted, kept = min(BOUND_EXAMPLES, max(BOUND_LEAST, count // BOUND_SHARE)), []
+    for batch in batches:
+        size = _size(batch)
+        kept.append(_cut(batch, wanted, size) if size > wanted else batch)
+        wanted -= size
+        if wanted <= 0:
+            break
+    return kept
+
+
+def _cut(batch: Any, few: int, size: int) -> Any:
+    """Keep the first examples, where every tensor has a row for each; ragged batches stay whole."""
+    found: list[Tensor] = []
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value)
+            return value[:few] if value.dim() and len(value) == size else value
+        if isinstance(value, Mapping):
+            return {k: rows(v) for k, v in value.items()}
+        return type(value)(rows(v) for v in value) if type(value) in (tuple, list) else value
+
+    cut = rows(batch)
+    return cut if all(t.dim() and len(t) == size for t in found) else batch
+
+
 def bounded(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any]) -> float:
     """Return the largest factor of prior_sig, at most 1, with which samples cost no more than `TOLERANCE` nats.
 
-    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on training inputs. A
-    network that fits its training data exactly has little curvature there, and then the spread is the prior's. One
-    whose priors were given as numbers, whose prediction is a closed form, or which is no classifier, is left as it is.
+    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on a few training inputs
+    (`trial`), with the same noise at every scale, which is bisected. A network that fits its training data exactly has
+    little curvature there, and then the spread is the prior's. One whose priors were given as numbers, whose prediction
+    is a closed form, or which is no classifier, is left as it is.
     """
     if not data or not isinstance(likelihood, Classification):
         return 1.0
     if not all(f.posterior.relative for f in fitted if f.h is not None) or Cached.of(model, fitted, data[:1]):
         return 1.0
-    samples = max(LEAST_SAMPLES, *(scope.method.nst for scope in scopes_of(model)))
 
     def log_probs(samples: int) -> Tensor:
         """Return the prediction for every item; batches may be of sequences of different lengths."""
-        found = [predict(model, [batch], samples=samples, seed=0, keep_samples=False).log_probs for batch in data]
+        found = [
+            predict(model, [batch], samples=samples, seed=0, task="classification", keep_samples=False).log_probs
+            for batch in data
+        ]
         return torch.cat([one.flatten(0, -2) for one in found])
 
-    log_p = log_probs(0)
+    samples, log_p = _samples(model), log_probs(0)
 
-    def cost(power: float) -> float:
-        _spread(fitted, 10**power)
+    def harmless(step: int) -> bool:
+        spread_all(fitted, 10 ** (step * BOUND_STEP))
         value = (log_p.exp() * (log_p - log_probs(samples))).sum(-1)
-        return _over_ranks(float(value.sum()), len(value))
+        return _over_ranks(float(value.sum()), len(value)) <= TOLERANCE
 
-    power = next((p for p in reversed(_grid(BOUND_RANGE, FINE)) if cost(p) <= TOLERANCE), BOUND_RANGE[0])
-    if power < 0:
-        logger.info("prior scales times %.3g: samples cost %g nats on training inputs", 10**power, TOLERANCE)
-    return 10**power
-
-
-def _spread(fitted: Sequence[Fitted], factor: float) -> None:
-    for one in fitted:
-        one.spread(factor)
-
-
-def typical_sig(fitted: Sequence[Fitted]) -> float:
-    """Return the geometric mean of prior_sig over the parameters that have curvature."""
-    sigs = [math.log(f.sig) for f in fitted if f.h is not None] or [math.log(f.sig) for f in fitted]
-    return math.exp(sum(sigs) / len(sigs))
-
-
-def _grid(ends: tuple[float, float], step: float) -> list[float]:
-    low, high = ends
-    return [low + i * step for i in range(round((high - low) / step) + 1)]
+    low, high = round(BOUND_RANGE[0] / BOUND_STEP), 0
+    if harmless(high):
+        return 1.0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if harmless(middle) else (low, middle)
+    logger.info("prior scales times %.3g: samples cost %g nats on training inputs", 10 ** (low * BOUND_STEP), TOLERANCE)
+    return float(10 ** (low * BOUND_STEP))
