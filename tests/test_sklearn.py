@@ -106,3 +106,41 @@ def test_mistakes_are_named():
         BayesClassifier(steps=0).fit(x, y)
     with pytest.raises(ValueError, match="unknown option 'sigma'"):
         BayesClassifier(options={"sigma": 1}).fit(x, y)
+
+
+def waves(rows=80):
+    generator = np.random.RandomState(0)
+    x = generator.uniform(-2, 2, (rows, 1))
+    return x, np.sin(2 * x[:, 0]) + 0.1 * generator.randn(rows)
+
+
+def test_units_do_not_matter():
+    x, y = waves()
+    regressor = BayesRegressor(steps=60, random_state=0)
+    mean, std = regressor.fit(x, y).predict(x, return_std=True)
+    for in_x, in_y in ((1.0, 1e-13), (1e-13, 1.0), (1e9, 1e9)):
+        found, spread = regressor.fit(x * in_x, y * in_y).predict(x * in_x, return_std=True)
+        np.testing.assert_allclose(found / in_y, mean, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(spread / in_y, std, rtol=1e-3)
+
+
+def test_copies_of_a_target_are_predicted_alike_and_outputs_have_their_own_noise():
+    x, y = waves()
+    copies = BayesRegressor(steps=60, random_state=0).fit(x, np.stack([y] * 10, 1))
+    out = copies.predictive(x)
+    alone = BayesRegressor(steps=60, random_state=0).fit(x, y).predictive(x)
+    assert abs(float((out.epistemic.mean() / alone.epistemic.mean()).log())) < 0.3
+    rough = np.random.RandomState(1).randn(80)
+    both = BayesRegressor(steps=300, lr=0.03, random_state=0).fit(x, np.stack([y, rough], 1))
+    noise = both.predictive(x).aleatoric[0]
+    assert float(noise[1]) > 2 * float(noise[0])
+
+
+def test_training_goes_on_until_held_out_rows_say_stop(monkeypatch):
+    from bayesify.integrations import sklearn as estimators
+
+    monkeypatch.setattr(estimators, "STAGES", (5, 40, 80))
+    x, y = waves()
+    found = BayesRegressor(random_state=0).fit(x, y)
+    assert found.steps_ > 5 and BayesRegressor(random_state=0).fit(x, y).steps_ == found.steps_
+    assert BayesRegressor(random_state=0).fit(x[:40], y[:40]).steps_ == 5
