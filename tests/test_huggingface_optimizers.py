@@ -7,6 +7,7 @@ from trainers import arguments, classifier, sentences
 import bayesify
 from bayesify import bayesify as make_bayesian
 from bayesify import named_posteriors
+from bayesify.core.scales import RATE, step_size
 from bayesify.integrations.huggingface import BayesTrainer
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
@@ -31,7 +32,15 @@ def test_learning_rates_of_head_and_spread(tmp_path):
         model, arguments(tmp_path), train_dataset=sentences(), head="classifier", lr_head=0.1, lr_sig=0.2
     )
     rates = {g["name"]: g["lr"] for g in trainer.create_optimizer().param_groups}
-    assert rates == {"body": 1e-3, "head": 0.1, "sig": 0.2}
+    weights = sum(p.shape.numel() for _, p in named_posteriors(model))
+    assert rates == {"body": 1e-3, "head": 0.1, "sig": 0.2 / step_size(weights)}
+
+
+def test_the_spread_of_an_optimizer_that_divides_by_gradients_without_eps(tmp_path):
+    model = make_bayesian(classifier(), "vi")
+    trainer = BayesTrainer(model, arguments(tmp_path, optim="adafactor"), train_dataset=sentences())
+    (group,) = (g for g in trainer.create_optimizer().param_groups if g["name"] == "sig")
+    assert group["lr"] == RATE and isinstance(group["eps"], tuple)
 
 
 def test_an_optimizer_of_ones_own_is_used(tmp_path):

@@ -28,6 +28,7 @@ from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
 from bayesify.core.gaussian_noise import GaussianNoise
 from bayesify.core.lost import replaced
 from bayesify.core.method import REGISTRY, Method, resolve
+from bayesify.core.mistakes import check_averaged, warn_of_mistakes
 from bayesify.core.mixture import Mixture, mixture_in, shared_copy
 from bayesify.core.posterior import Posterior, Prior
 from bayesify.core.reading import Scope
@@ -62,6 +63,7 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
         ...     model = load(torch.nn.Linear(3, 2), folder)
     """
     members = members_of(model)
+    check_averaged(model)
     means = mean_tensors(*next(iter(members.values()))), {"format": "pt"}
     files = {POSTERIOR_FILE: contents(members), MEAN_FILE: means}
     _write(Path(dir), files, members)
@@ -85,6 +87,7 @@ def _write(
     folder: Path, files: Mapping[str, fileformat.Content], members: Mapping[str, tuple[nn.Module, Scope]]
 ) -> None:
     """Write files; of sharded models rank 0 does, and all processes raise if it fails."""
+    warn_of_mistakes([scope for _, scope in members.values()], stacklevel=4)
     sharded = any(p.layout is not None for _, scope in members.values() for p in scope.posteriors)
     failure: Exception | None = None
     if not sharded or torch.distributed.get_rank() == 0:

@@ -113,6 +113,7 @@ class _Itself:
 
     def __init__(self) -> None:
         self.told: set[str] = set()
+        self.penalized = True
 
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         return posterior.mean_theta(original)

@@ -59,6 +59,9 @@ class Reader(Protocol):
     told: set[str]
     """What a user has been told, or will be."""
 
+    penalized: bool
+    """Whether a penalty was ever computed, or need not be."""
+
     def read(self, posterior: "Posterior", original: Tensor) -> Tensor:
         """Return the theta that a read of this posterior sees now."""
 
@@ -175,6 +178,11 @@ class Posterior(Stored):
         return (self.name, grads * self.std) if self.gaussian else None
 
     @property
+    def untrained(self) -> str:
+        """Why the spread says nothing about the data, or nothing where it does."""
+        return ""
+
+    @property
     def prior_mean(self) -> Tensor:
         """The prior mean theta0, in the parameter's shape."""
         return self.prior_center.expand(self.shape)
@@ -208,14 +216,20 @@ class Posterior(Stored):
                 else:
                     setattr(self, name, tensor.to(self.original.device).clone())
             self.prior_center = self.prior_center.to(self.original.dtype)
-        self._look_at_center()
+        self._was_loaded()
         shards.follow([self])
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         if self._home is not None:
             shards.follow([self])
+        self._was_loaded()
+
+    def _was_loaded(self) -> None:
+        """Take note of a state that was loaded, of whose training nothing is known."""
         self._look_at_center()
+        if self.reader is not None:
+            self.reader.penalized = True
 
     def _look_at_center(self) -> None:
         """Note the prior mean where it is a constant: a look at the tensor would wait for an accelerator."""

@@ -63,6 +63,10 @@ class Scope:
         self.sharded = False
         self.step_draw: Draw | None = None
         self.penalized = all(p.flat for p in posteriors)  # or needs no penalty
+        self.starts_at_prior = False
+        """Whether the means were the prior means when `bayesify` was called."""
+        self.frozen: tuple[str, ...] = ()
+        """The parameters that have no posterior since they were frozen when `bayesify` was called."""
         self.told: set[str] = set()
         self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         self.tree: lost.Tree | None = None
@@ -87,7 +91,8 @@ class Scope:
         copied.step_draw = copied.replica_of = None
         copied.sharded = self.sharded
         copied.penalized = True  # nobody knows what a copy is for
-        copied.told, copied.scores = set(self.told), dict(self.scores)
+        copied.told, copied.scores, copied.frozen = set(self.told), dict(self.scores), self.frozen
+        copied.starts_at_prior = self.starts_at_prior
         copied.tree = None
         copied.buffers = copy.deepcopy(self.buffers, memo)
         copied._forget()

@@ -13,7 +13,8 @@ FLOOR = 0.1  # over sqrt(fan-in): the scale of a tensor that starts at zero, as 
 START = 0.003  # a spread's start, over prior_sig
 TOLERANCE = 0.001  # nats by which the posterior's noise may raise the training loss
 PULL = 0.1  # nats that going e times further from the prior mean must gain, beyond SHARE
-SHARE = 0.003  # of the prior's scale: how far each weight may go before the pull's logarithm begins
+SHARE = 0.1  # of the prior's scale: how far each weight may go before the pull's logarithm begins
+LEAST_CHANGE = 0.01  # of a spread, relative to its start, below which it was not trained
 RATE = 0.05  # learning rate of a spread that takes natural steps: its largest relative growth in a step
 
 

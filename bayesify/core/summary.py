@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from bayesify.core.mistakes import mistakes
 from bayesify.core.notebook import html_table
 from bayesify.core.posterior import Posterior
 from bayesify.core.wrap import NOISE, named_posteriors, scopes_of
@@ -44,11 +45,13 @@ class Summary:
         method: The methods in use, with their options.
         rows: One per parameter, Bayesian ones first.
         extra_bytes: What the posteriors keep beside the model's own parameters.
+        notes: Mistakes that the model shows, one line each.
     """
 
     method: str
     rows: tuple[Row, ...]
     extra_bytes: int
+    notes: tuple[str, ...] = ()
 
     def table(self, *, full: bool = False) -> list[tuple[str, ...]]:
         """Return the cells: a row per parameter, or per module where there are more than `MOST_ROWS`.
@@ -87,7 +90,7 @@ class Summary:
         ]
         if others:
             lines.append("not Bayesian: " + ", ".join(f"{n} tensors ({why})" for why, n in others.most_common()))
-        return lines
+        return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def text(self, *, full: bool = False) -> str:
         """Return what is printed; `full` lists every parameter, however many there are."""
@@ -131,6 +134,7 @@ def summary(model: nn.Module) -> Summary:
         -------------------------------------------------------
         method: VI(bias='informative', nst=5, ..., link='softplus', init_sig=None, natural=False, kld=1.0)
         Bayesian: 8 of 8 parameters (100.0%) in 2 tensors; posteriors keep 0.0 MiB more
+        note: the spread of the posterior was never trained: s is what it was at first; ...
     """
     scopes = scopes_of(model)
     rows, extra, seen = [], 0, set()
@@ -146,7 +150,8 @@ def summary(model: nn.Module) -> Summary:
             why = "noise of the data" if name.startswith(f"{NOISE}.") else why
             why = why if param.is_floating_point() else f"{param.dtype}".removeprefix("torch.")
             rows.append(Row(name, tuple(param.shape), "", "-", why, param.numel()))
-    return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra)
+    notes = tuple(dict.fromkeys(text for scope in scopes for _, text in mistakes(scope)))
+    return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra, notes)
 
 
 def described_row(name: str, posterior: Posterior, places: int = 1) -> Row:

@@ -86,7 +86,9 @@ def bayesify(
     posteriors = [(c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped]
     buffers = prior_buffers([path for path, _, _ in start.lasting(model)], prior_mean)
     start.check(model, buffers)
-    wrap(model, chosen, posteriors)
+    scope = wrap(model, chosen, posteriors)
+    scope.starts_at_prior = prior_mean is None
+    scope.frozen = tuple(c.name for c in every if c.skipped == "frozen")
     start.keep(model, buffers)
     return model
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior
 from bayesify.core.quadratics import Factor, by_center, quadratic_energy, quadratic_pull
@@ -83,6 +84,13 @@ class DropoutPosterior(Posterior):
         if self.fixed_row is not None:
             std[self.fixed_row] = 0
         return std
+
+    @property
+    def untrained(self) -> str:
+        """Whether there is nothing to drop to, as the mean is the prior's."""
+        if self.random and not torch.equal(part(self.original), part(self.prior_center).expand(self.original.shape)):
+            return ""
+        return "the weights are the prior mean, to which dropout goes; train first"
 
     def mean_theta(self, original: Tensor) -> Tensor:
         """Return m, or (1-p) m + p theta0 where the mean is "expected"."""

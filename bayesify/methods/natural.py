@@ -15,7 +15,7 @@ they are, rho's are multiplied by 0.01/sqrt(W) (`step_size`), and `param_groups`
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,11 @@ from torch import Tensor
 from bayesify.core.quadratics import Factor
 from bayesify.engine import elements, fusion
 
-if TYPE_CHECKING:
-    from bayesify.methods.vi import VIPosterior
-
 MEMORY = 0.05  # weight of a backward pass in the running means
 LARGEST = 6.0  # bound of h s^2/kappa, whose least value is 0
 
 
-def pull_spread(posterior: "VIPosterior", seed: int, grad: Tensor) -> Tensor | None:
+def pull_spread(posterior: Any, seed: int, grad: Tensor) -> Tensor | None:
     """Return h s^2/kappa times the step size, in units of rho, and add g eps s to the running sums if it is finite.
 
     None before the first backward pass of a penalty, which says what kappa is.
@@ -48,9 +45,7 @@ def pull_spread(posterior: "VIPosterior", seed: int, grad: Tensor) -> Tensor | N
     return out
 
 
-def _noise_and_step(
-    posterior: "VIPosterior", seed: int, grad: Tensor, factor: Factor, scale: Factor
-) -> tuple[Tensor, Tensor]:
+def _noise_and_step(posterior: Any, seed: int, grad: Tensor, factor: Factor, scale: Factor) -> tuple[Tensor, Tensor]:
     """Return g eps s, and scale min(factor (g s)^2, LARGEST) d rho/d log s."""
     rho, whole = posterior.rho.detach(), grad.contiguous()
     if isinstance(factor, float) and isinstance(scale, float) and fusion.fused(rho, whole):

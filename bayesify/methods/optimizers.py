@@ -1,17 +1,20 @@
 """What the optimizers of this library share: whose posteriors they move, their step, and the run in their state."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bayesify.core.distributed import follow
+from bayesify.core.distributed import follow, whole
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
 from bayesify.core.wrap import named_posteriors, scopes_of
 
 P = TypeVar("P", bound=Posterior)
+LIKE = ("sgd", "adamw")
+LONGEST = 100  # steps over which squared gradients are averaged for a rate like AdamW's
 
 
 class MethodOptimizer(torch.optim.Optimizer):
@@ -23,6 +26,8 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     _scopes: "Sequence[Scope]"
     """The models that it moves."""
+    like: str = "sgd"
+    """Which optimizer's learning rate `lr` is: "sgd", or "adamw"."""
     run_key: ClassVar[str]
     """Where the run lies in the first group, which is also what an error calls it."""
 
@@ -71,9 +76,31 @@ class MethodOptimizer(torch.optim.Optimizer):
         self.advance()
         return loss
 
+    def rate(self, param: Tensor, lr: float) -> float:
+        """Return the rate of SGD with which a parameter's step has the size of AdamW's, if that is wanted.
+
+        AdamW moves an element by lr in a step, whatever the loss; SGD's step of the rate lr/sqrt(mean g^2) moves the
+        elements of a tensor by lr in the root mean square, and keeps where training ends. The mean is over elements
+        and steps, of which the last hundred count. A tensor without gradients does not move.
+        """
+        if self.like == "sgd" or param.grad is None:
+            return lr
+        state, square = self.state[param], float(whole(param.grad.detach().square().mean()))
+        if math.isfinite(square):
+            state["steps"] = min(state.get("steps", 0) + 1, LONGEST)
+            state["square"] = state.get("square", 0.0) + (square - state.get("square", 0.0)) / state["steps"]
+        return lr / math.sqrt(state["square"]) if state.get("square", 0.0) > 0 else 0.0
+
     def advance(self) -> None:
         """Move everything by one step, by the gradients that are there."""
         raise NotImplementedError
+
+
+def check_like(like: str) -> str:
+    """Return which optimizer's learning rate is given, if it is one that we know."""
+    if like not in LIKE:
+        raise ValueError(f"like must be one of {list(LIKE)}, got {like!r}")
+    return like
 
 
 def posteriors_for(optimizer: str, model: nn.Module, kind: type[P], method: str) -> Iterator[tuple[P, Scope, int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior
 from bayesify.core.quadratics import (
@@ -22,7 +23,7 @@ from bayesify.core.quadratics import (
     state_dtype,
     wide,
 )
-from bayesify.core.scales import START
+from bayesify.core.scales import LEAST_CHANGE, START
 from bayesify.engine import elements, fusion
 from bayesify.methods.natural import natural_formula, pull_spread
 
@@ -237,7 +238,7 @@ class VIPosterior(Posterior):
         self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, link: str, init_sig: float
     ) -> None:
         super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.link = link
+        self.link, self.init_sig = link, init_sig
         rho = LINKS[link].inverse(init_sig)
         self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
 
@@ -273,6 +274,16 @@ class VIPosterior(Posterior):
             std = std.clone()
             std[self.fixed_row] = 0
         return std
+
+    @property
+    def untrained(self) -> str:
+        """Whether s is where it started, and what moves it."""
+        if not self.rho.numel():
+            return ""
+        low, high = (float(s) for s in LINKS[self.link].std(torch.stack(torch.aminmax(part(self.rho)))))
+        if self.init_sig * (1 - LEAST_CHANGE) < low and high < self.init_sig * (1 + LEAST_CHANGE):
+            return "s is what it was at first; train with an optimizer of bayesify.param_groups(model, lr)"
+        return ""
 
     def learnable(self) -> tuple[nn.Parameter, ...]:
         """Return rho."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bayesify.core import ranks
+from bayesify.core.mistakes import check_averaged, warn_of_mistakes
 from bayesify.core.mixture import member_scopes
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import scopes_of
@@ -150,6 +151,8 @@ def predict(
         )
     if (len(members) > 1 or update_bn is not None) and not rereadable(batches):
         batches = list(batches)  # the members take their turns on the same data
+    check_averaged(model)
+    warn_of_mistakes(scopes, spread=samples != 0)
     if update_bn is None:
         warn_where_stale(model, scopes)
     elif linear:

@@ -16,6 +16,7 @@ import bayesify
 from bayesify.core.checkpoint import load, mean_tensors, root_of, save_posterior
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
+from bayesify.core.scales import RATE
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import scopes_of
 from bayesify.integrations.folders import is_adapter
@@ -162,7 +163,7 @@ class BayesTrainerMixin(LossMixin):
         cls, kwargs = given or self.get_optimizer_cls_and_kwargs(self.args, model)
         takes_groups = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
         if takes_groups and not {"params", "model", "optimizer_dict"} & set(kwargs):
-            kwargs = {**kwargs, "params": self._groups(model)}
+            kwargs = {**kwargs, "params": self._groups(model, cls)}
         elif any(rate is not None for rate in self._rates.values()):
             raise ValueError(f"optimizer {self.args.optim} makes its own groups; leave out lr_head, lr_sig and head")
         self.optimizer_cls_and_kwargs = cls, kwargs
@@ -171,9 +172,15 @@ class BayesTrainerMixin(LossMixin):
         finally:
             self.optimizer_cls_and_kwargs = given
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+    def _groups(self, model: nn.Module, cls: type) -> list[dict[str, Any]]:
         """Return `param_groups`, the rest (what is not Bayesian) with the Trainer's weight decay."""
         groups = bayesify.param_groups(model, self.args.learning_rate, **self._rates)
+        known = inspect.signature(cls).parameters
+        eps = known["eps"].default if "eps" in known else None
+        if not isinstance(eps, float) and {"eps", "betas"} & set(known):
+            # It divides by the size of gradients, and no eps makes its steps those of SGD (Lion, Adafactor).
+            for group in (g for g in groups if g.pop("eps", None) is not None):
+                group["lr"] = self._rates["lr_sig"] or RATE
         decayed = set(self.get_decay_parameter_names(model))
         names = {id(p): n for n, p in model.named_parameters()}
         out = [g for g in groups if g["name"] != "rest"]

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior, state_dtype
 from bayesify.core.quadratics import Factor, by_center, wide
-from bayesify.core.scales import START
+from bayesify.core.scales import LEAST_CHANGE, START
 from bayesify.engine import elements, fusion
 
 
@@ -101,6 +102,16 @@ class IVONPosterior(Posterior):
         if self.fixed_row is not None:
             s[self.fixed_row] = 0
         return s
+
+    @property
+    def untrained(self) -> str:
+        """Whether the curvature is where it started."""
+        if self.h is not None and self.strength is not None and self.h.numel():
+            ends = torch.stack(torch.aminmax(part(self.h)))
+            s = (ends + self.delta).mul_(self.strength).rsqrt_() / self.init_sig
+            if not bool(((s > 1 - LEAST_CHANGE) & (s < 1 + LEAST_CHANGE)).all()):
+                return ""
+        return "the optimizer bayesify.IVON, which alone finds it, has made too few steps or none"
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return m + s eps; its gradient passes to the mean as it is."""

@@ -18,7 +18,7 @@ from bayesify.engine import elements, fusion
 from bayesify.engine import noise as noises
 from bayesify.methods.ivon.method import IVONPosterior
 from bayesify.methods.natural import MEMORY
-from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
+from bayesify.methods.optimizers import MethodOptimizer, check_like, posteriors_for
 
 WARM = 10  # steps before the curvature moves, over which lr grows
 
@@ -46,10 +46,13 @@ class IVON(MethodOptimizer):
 
     Args:
         model: A model bayesified with "ivon", or a module that contains some.
-        lr: A learning rate as for SGD, or groups of `param_groups`.
+        lr: A learning rate, or groups of `param_groups`.
         num_data: The size of the training set.
         betas: b1, and b2 or None, with which lr grows over the first ten steps.
         clip: The largest change of an element in units of lr, or None.
+        like: Whose rate `lr` is. "sgd": SGD's without momentum, so that of SGD with momentum b is lr (1 - b): where SGD
+            with momentum 0.9 takes 0.05, this takes 0.5. "adamw": AdamW's, from which each tensor's own rate follows by
+            the mean square of its gradients.
 
     Example:
         >>> import torch
@@ -74,7 +77,9 @@ class IVON(MethodOptimizer):
         num_data: float,
         betas: tuple[float, float | None] = (0.9, None),
         clip: float | None = None,
+        like: str = "sgd",
     ) -> None:
+        self.like = check_like(like)
         check_num_data(num_data)
         first, second = betas
         if not 0 <= first < 1 or not (second is None or 0 <= second < 1):
@@ -116,7 +121,7 @@ class IVON(MethodOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    moved = {**group, "lr": group["lr"] * warm}
+                    moved = {**group, "lr": self.rate(param, group["lr"]) * warm}
                     posterior, scope = own.get(id(param), (None, None))
                     pull = pulls[id(scope)] / posterior.prior_sig**2 if posterior and posterior.relative else 0.0
                     self._move(param, moved, run, posterior, scope, pull)
@@ -151,7 +156,7 @@ class IVON(MethodOptimizer):
         """Move one parameter, and its curvature where it is Bayesian."""
         state, whole_grad = self.state[param], param.grad
         assert whole_grad is not None
-        if not state:
+        if "average" not in state:
             state["average"] = torch.zeros_like(param)
             if posterior is not None and self.second is not None:
                 total, count = _over_shards(posterior, float(part(posterior.h).sum()), part(posterior.h).numel())

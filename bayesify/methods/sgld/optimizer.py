@@ -19,7 +19,7 @@ from bayesify.core.stored import LOW_PRECISION
 from bayesify.core.wrap import check_num_data, scopes_of
 from bayesify.engine import fusion
 from bayesify.engine import noise as noises
-from bayesify.methods.optimizers import MethodOptimizer, posteriors_for
+from bayesify.methods.optimizers import MethodOptimizer, check_like, posteriors_for
 from bayesify.methods.sgld import method as sgld
 
 OWN_WAY = {"noise": 1.0, "collects": True}
@@ -54,6 +54,8 @@ class SGLD(MethodOptimizer):
         lr: The learning rate, or the groups of `param_groups`, each with its own.
         num_data: N, the number of training items; the same as in `penalty`.
         momentum: mu, in [0, 1).
+        like: Whose rate `lr` is: that of torch.optim.SGD with this momentum ("sgd"), or of "adamw", from which each
+            tensor's own rate follows by the mean square of its gradients.
 
     Raises:
         ValueError: The model is of another method, or a number is out of its range.
@@ -74,8 +76,15 @@ class SGLD(MethodOptimizer):
     run_key = "chain"
 
     def __init__(
-        self, model: nn.Module, lr: float | list[dict[str, Any]], *, num_data: float, momentum: float = 0.0
+        self,
+        model: nn.Module,
+        lr: float | list[dict[str, Any]],
+        *,
+        num_data: float,
+        momentum: float = 0.0,
+        like: str = "sgd",
     ) -> None:
+        self.like = check_like(like)
         self._sampled, self._scopes = list(_sampled(model)), scopes_of(model)
         check_num_data(num_data)
         self.num_data = float(num_data)
@@ -119,10 +128,12 @@ class SGLD(MethodOptimizer):
     def _move(self, param: Tensor, group: dict[str, Any], found: Chained | None, chain: dict[str, int]) -> "Move":
         """Gather what one parameter's step needs."""
         assert param.grad is not None
-        lr, mu = group["lr"], group["momentum"]
-        if mu != 0 and not self.state[param]:
+        lr, mu = self.rate(param, group["lr"]), group["momentum"]
+        if self.like == "adamw":
+            lr *= 1 - mu  # momentum adds up 1/(1-mu) steps
+        if mu != 0 and "velocity" not in self.state[param]:
             self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-        velocity = self.state[param]["velocity"] if self.state.get(param) else None
+        velocity = self.state[param].get("velocity") if self.state.get(param) else None
         move = Move(part(param), part(param.grad), None if velocity is None else part(velocity), lr, mu)
         if found is None:
             return move
