@@ -80,7 +80,7 @@ MUTANTS = [
         "quality/regression.py",
         "test_regression.py",
         ("a mixture's distribution is one component's", "return each.mean(0)", "return each[0]", "quantiles"),
-        ("the other tail", "z * std\n", "-z * std\n", "quantiles"),
+        ("the other tail", "mean + NormalDist()", "mean - NormalDist()", "quantiles"),
         ("crps of the components", "(s.square() + std.square()).sqrt()", "std", "crps_is"),
     ),
     *of(
