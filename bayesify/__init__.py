@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 
 from bayesify import methods
-from bayesify.core import surface
+from bayesify.core import attached, surface
 from bayesify.core.checkpoint import load, save
 from bayesify.core.groups import param_groups
 from bayesify.core.mixing import components, mix
@@ -20,12 +20,13 @@ from bayesify.methods.sgld.optimizer import SGLD
 from bayesify.prediction import active
 from bayesify.prediction.calibrate import calibrate
 from bayesify.prediction.deploy import deploy
-from bayesify.prediction.novelty import fit_novelty
+from bayesify.prediction.novelty import Novelty, fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
 __version__ = VERSION
 
+attached.classes["novelty"] = Novelty  # saved with the model
 surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
 
 __all__ = [

@@ -25,6 +25,7 @@ from bayesify.core.method import Method
 from bayesify.core.penalty import penalty
 from bayesify.core.wrap import bayesify, scopes_of
 from bayesify.methods.laplace.fit import fit_laplace
+from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import Predictive
 from bayesify.prediction.regression import RegressionPredictive
@@ -160,6 +161,33 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
             tune="wide" if self._task == "regression" else "marglik",
             include=f"{linear[-1]}.*" if linear and linear[-1] else None,
         )
+
+    def fit_novelty(self, X: Any, y: Any = None, *, held_out: Any, false_alarms: float = 0.05) -> Self:
+        """Learn what known rows look like: then `alarm` says which rows are too strange, and `predictive` how strange.
+
+        Args:
+            X: Rows that the estimator was trained on.
+            y: Their labels, for a classifier; every class then has a mean of its own.
+            held_out: Rows of the same source that it was not trained on.
+            false_alarms: The share of such rows that `alarm` may flag.
+
+        Returns:
+            The estimator.
+        """
+        ((x,),), known = self._checked(X), None
+        if y is not None and hasattr(self, "classes_"):
+            known = torch.from_numpy(np.searchsorted(self.classes_, column_or_1d(y)))
+        held = self._checked(held_out)
+        fit_novelty(self.model_, [(x, known)], at="mean", held_out=held, false_alarms=false_alarms)
+        return self
+
+    def alarm(self, X: Any) -> Array:
+        """Return which rows are too strange, Booleans (N,), after `fit_novelty`."""
+        return np.asarray(self.predictive(X).alarm())
+
+    def predictive(self, X: Any) -> Any:
+        """Return the whole prediction."""
+        raise NotImplementedError
 
     def _inputs(self, x: Array) -> Tensor:
         return torch.from_numpy((x - self.x_mean_) / self.x_scale_)

@@ -4,7 +4,7 @@
     python -m tests.printed lora
 
 What an example prints is in `docs/results/<name>.txt`, and in its page between marks of that name. The picture of the
-first page is what `examples/text.py` draws.
+first page is what `bayesify demo` draws (`python -m tests.printed picture`, seconds).
 """
 
 import shutil
@@ -18,7 +18,7 @@ from examples.sections import write_section
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {"text": ROOT / "README.md", "lora": DOCS / "lora.md"}
-PICTURES = {"text": ("text/before_after.svg", DOCS / "images" / "before_after.svg")}
+PICTURE = DOCS / "images" / "before_after.svg"
 
 
 def section(name):
@@ -33,12 +33,19 @@ def keep(name):
         printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True).stdout
         lines = [line for line in printed.strip().splitlines() if not line.startswith("see ")]
         (DOCS / "results" / f"{name}.txt").write_text("\n".join(lines) + "\n")
-        if name in PICTURES:
-            made, kept = PICTURES[name]
-            shutil.copyfile(Path(folder) / made, kept)
+
+
+def draw():
+    """Draw the picture of the first page: what `bayesify demo` shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "bayesify", "demo", "--out", folder], check=True)
+        shutil.copyfile(Path(folder) / PICTURE.name, PICTURE)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or PAGES:
+    for name in sys.argv[1:] or [*PAGES, "picture"]:
+        if name == "picture":
+            draw()
+            continue
         keep(name)
         write_section(PAGES[name], name, section(name))

@@ -144,7 +144,7 @@ def test_a_damaged_file_is_told(tmp_path, capsys):
 def test_the_demonstration_shows_what_three_lines_do(tmp_path, capsys):
     pytest.importorskip("sklearn")
     assert main(["demo", "--out", str(tmp_path)]) == 0
-    assert "three lines later" in capsys.readouterr().out
+    assert "four lines later" in capsys.readouterr().out
     assert (tmp_path / "report.html").stat().st_size > 10_000
     (found,) = inspect_file(tmp_path)
     assert [s.name for s in found.spreads] == ["4.bias", "4.weight"]

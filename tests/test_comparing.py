@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bayesify import predict
-from bayesify.cli.compare import SCALED, Case, Row, apart, compare, last_linear, read_case, table, verdict
+from bayesify.cli.compare import NOVEL, SCALED, Case, Row, apart, compare, last_linear, read_case, table, verdict
 from bayesify.cli.main import main
 from bayesify.prediction.predictive import Predictive
 
@@ -59,7 +59,14 @@ def test_a_trained_model(source, tmp_path, capsys):
     assert main(["compare", f"{source}:trained", "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert (tmp_path / "out" / "compare.md").read_text() in text
-    for name in ("plain", SCALED, "la, last layer", 'la, last layer, tune="self"', "la, all weights, calibrated"):
+    for name in (
+        "plain",
+        SCALED,
+        NOVEL,
+        "la, last layer",
+        'la, last layer, tune="self"',
+        "la, all weights, calibrated",
+    ):
         assert f"| {name} |" in text
     assert "vi" not in text and "ensemble" not in text
     assert "Temperature scaling is enough here" in text or "Beyond temperature scaling" in text
@@ -82,9 +89,9 @@ def test_a_model_that_is_trained_here(source):
 
 def test_what_has_no_time_or_fails_is_told(source):
     rows, left_out = compare(read_case(f"{source}:trained"), minutes=0)
-    assert [row.name for row in rows] == ["plain"] and len(left_out) == 4 and "no time was left" in left_out[0]
+    assert [row.name for row in rows] == ["plain"] and len(left_out) == 5 and "no time was left" in left_out[0]
     rows, left_out = compare(read_case(f"{source}:trained"), head="nothing")
-    assert len(rows) == 3 and len(left_out) == 2 and "nothing" in left_out[0]
+    assert len(rows) == 4 and len(left_out) == 2 and "nothing" in left_out[0]
     assert f"Left out: {left_out[0]}" in table(rows, left_out)
 
 

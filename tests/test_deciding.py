@@ -1,12 +1,15 @@
 """Deciding: thresholds and sets that keep their promises, out-of-distribution scores, what to label next."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 from torch import nn
+from torch.nn import functional as F
 
 from bayesify import active, bayesify, fit_laplace, metrics, predict
 from bayesify.prediction.predictive import ClassificationTally, Predictive
@@ -243,25 +246,24 @@ def test_energy_is_minus_the_log_sum_of_the_logits():
         metrics.energy(logits, 0.0)
 
 
-def test_feature_distance_is_the_nearest_class_by_mahalanobis():
+def test_feature_distances_tell_noise_at_the_default():
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(300) % 3
-    mixing = torch.randn(5, 5, generator=generator, dtype=torch.float64)
-    train = torch.randn(300, 5, generator=generator, dtype=torch.float64) @ mixing + 4 * labels[:, None]
-    new = torch.randn(7, 5, generator=generator, dtype=torch.float64) * 6
-    means = torch.stack([train[labels == c].mean(0) for c in range(3)])
-    residual = train - means[labels]
-    inverse = torch.linalg.inv(residual.T @ residual / 300)
-    each = torch.stack([((z - means) @ inverse * (z - means)).sum(1).min() for z in new])
-    torch.testing.assert_close(metrics.feature_distance(train, labels, new, relative=False), each, rtol=1e-3, atol=1e-3)
-    every = torch.linalg.inv((train - train.mean(0)).T @ (train - train.mean(0)) / 300)
-    background = torch.stack([(z - train.mean(0)) @ every @ (z - train.mean(0)) for z in new])
-    found = metrics.feature_distance(train, labels + 4, new)
-    torch.testing.assert_close(found, each - background, rtol=1e-3, atol=1e-3)
-    near = metrics.feature_distance(train[:200], labels[:200], train[200:], relative=False)
-    assert metrics.auroc(near, metrics.feature_distance(train, labels, new * 4, relative=False)) > 0.95
+    train = torch.randn(300, 5, generator=generator) + 4 * F.one_hot(labels, 5)
+    known = torch.randn(90, 5, generator=generator) + 4 * F.one_hot(labels[:90], 5)
+    noise = torch.randn(90, 5, generator=generator)
+    distance = partial(metrics.feature_distance, train, labels)
+    assert metrics.auroc(distance(known), distance(noise)) > 0.9  # which was worse than chance once
+    for kind in ("mahalanobis++", "relative", "knn"):
+        assert metrics.auroc(distance(known, kind=kind), distance(noise, kind=kind)) > 0.8
+        torch.testing.assert_close(distance(known, kind=kind), distance(9 * known, kind=kind))  # lengths do not count
+    torch.testing.assert_close(metrics.feature_distance(train, labels + 4, known), distance(known))
+    assert metrics.feature_distance(train, None, known).shape == (90,)
+    assert isinstance(metrics.feature_distance(train.numpy(), labels.numpy(), known.numpy()), np.ndarray)
     with pytest.raises(ValueError, match=r"\(M, D\) and \(N, D\)"):
-        metrics.feature_distance(train, labels, new[0])
+        distance(known[0])
+    with pytest.raises(ValueError, match=r"kind must be one of .*'knn'.*got 'near'"):
+        distance(known, kind="near")
 
 
 def pool(samples=12, count=30, seed=0):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import bayesify, fit_laplace, fit_novelty, mix, predict
+from bayesify import bayesify, fit_laplace, fit_novelty, load, mix, predict, save
 from bayesify.prediction.novelty import Novelty
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.distances import BANK, Moments, whitened
@@ -289,3 +289,79 @@ def test_what_cannot_be(options, message):
     assert not hasattr(model, "novelty")
     with pytest.raises(ValueError, match="false_alarms must be between"):
         predict(model, NEW).alarm(2.0)
+
+
+# -- at the prior mean -------------------------------------------------------------------------------------------------
+
+
+def trained(method="vi", **options):
+    """Return a bayesified model whose mean has moved away from the prior, and the model at the start."""
+    start = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    torch.manual_seed(0)
+    for p in start.parameters():
+        nn.init.normal_(p, 0.0, 0.4)
+    model = bayesify(copy.deepcopy(start), method, **options).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+    return model.eval(), start.eval()
+
+
+@pytest.mark.parametrize("samples", [None, 0, 2])
+def test_features_of_the_prior_are_those_of_the_model_at_the_start(samples):
+    model, start = trained()
+    fit_novelty(model, [(X, Y)], held_out=HELD)
+    assert model.novelty.at == "prior"
+    for data in ([NEW[:15], NEW[15:]], iter([NEW[:15], NEW[15:]])):
+        found = predict(model, data, samples, seed=0)
+        with torch.no_grad():
+            d = model.novelty.reference.score(start[:3](NEW))
+        h = predict(model, NEW, samples=0).entropy
+        wanted = d / model.novelty.scales[0] + h / model.novelty.scales[1]
+        torch.testing.assert_close(found.novelty, wanted.to(d), rtol=1e-4, atol=1e-4)
+    assert not model.training
+
+
+def test_the_prior_costs_a_second_pass():
+    model, _ = trained("vanilla")
+    counted = Counted(model)
+    fit_novelty(counted, [(X[part], Y[part]) for part in torch.arange(300).split(50)])
+    assert counted.seen.rows - 9 <= 1.2 * 300 + 4 * math.sqrt(300 * 0.2 * 0.8)  # a fifth is set aside, and read twice
+    counted.seen.rows = 0
+    assert bool(predict(counted, [NEW[:20], NEW[20:]]).alarm()[20:].any())
+    assert counted.seen.rows == 80
+
+
+def test_a_prior_that_is_the_trained_model_is_refused():
+    body_kept = bayesify(network(), "vi", include="2.*")
+    with torch.no_grad():
+        body_kept[2].parametrizations.weight.original.add_(1.0)
+    scratch = bayesify(network(), "vi", prior_mean="zero")
+    for model in (plain(), vi(), body_kept, scratch):
+        with pytest.raises(ValueError, match=r"at='prior' needs a prior mean that is a network, other .*prior_mean="):
+            fit_novelty(model, [(X, Y)], held_out=HELD, at="prior")
+        assert fit_novelty(model, [(X, Y)], held_out=HELD).novelty.at == "mean"
+
+
+@pytest.mark.parametrize("at", ["mean", "prior"])
+def test_it_is_saved_with_the_model(at, tmp_path):
+    model, start = trained()
+    fit_novelty(model, [(X, Y)], held_out=HELD, at=at, false_alarms=0.1)
+    save(model, tmp_path)
+    wanted = predict(model, NEW, samples=2, seed=0)
+    old = fit_novelty(copy.deepcopy(start), [(X, Y)], held_out=HELD)
+    for again in (load(copy.deepcopy(start), tmp_path), load(old, tmp_path)):
+        found = predict(again, NEW, samples=2, seed=0)
+        assert torch.equal(found.novelty, wanted.novelty) and again.novelty.false_alarms == 0.1
+        assert torch.equal(found.alarm(), wanted.alarm())
+    save(trained()[0], tmp_path)
+    assert not hasattr(load(old, tmp_path), "novelty")
+
+
+def test_a_mixture_keeps_that_of_its_first_member(tmp_path):
+    model = fit_novelty(mixture(), [(X, Y)], held_out=HELD)
+    save(model, tmp_path)
+    again = load(network(), tmp_path)
+    assert torch.equal(predict(again, NEW, seed=0).novelty, predict(model, NEW, seed=0).novelty)

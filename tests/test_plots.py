@@ -3,6 +3,7 @@
 import doctest
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_before_and_after_show_calibration_and_confidence_in_what_was_never_seen
     assert len(plots.before_after(before, after).axes) == 2
     with pytest.raises(ValueError, match="a prediction has none; predict batches of"):
         plots.before_after(before, strange[0])
+
+
+def test_after_shows_the_alarm_where_there_is_one():
+    before, after = (Predictive.from_logits(LOGITS / t, LABELS) for t in (1, 2))
+    count = len(LABELS)
+    known = replace(after, novelty=torch.linspace(0, 1, count), novelty_pvalue=1 - torch.linspace(0, 0.99, count))
+    strange = Predictive.from_logits(torch.randn(50, LOGITS.shape[-1]))
+    alarmed = replace(strange, novelty=torch.linspace(0.9, 3, 50), novelty_pvalue=torch.full((50,), 0.01))
+    figure = plots.before_after(before, known, ood=(strange, alarmed))
+    left, right = figure.axes[2:]
+    assert (left.get_xlabel(), right.get_xlabel()) == ("Confidence", "Novelty")
+    share = float((known.novelty_pvalue <= 0.05).double().mean())
+    assert texts(right) == [f"alarm: 100.0% of the strange,\n{share:.1%} false alarms"]
+    threshold = float(known.novelty[known.novelty_pvalue > 0.05].max())
+    assert right.lines[0].get_xdata()[0] == pytest.approx(threshold)
 
 
 def test_temperature_curve_marks_one_and_the_optimum():

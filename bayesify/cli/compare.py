@@ -28,11 +28,12 @@ from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.calibrate import calibrate
+from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import Predictive
 from bayesify.quality import metrics
 
-PLAIN, SCALED = "plain", "plain + temperature"
+PLAIN, SCALED, NOVEL = "plain", "plain + temperature", "plain + novelty"
 MEMBERS = 5
 CLEAR = 2.0  # standard errors that count as a difference
 BETTER = 0.03  # of an AUROC that counts as one
@@ -189,6 +190,7 @@ def _ways(
 ) -> Iterator[tuple[str, Callable[[], Way]]]:
     """Yield names, and functions that fit and return a way to predict; the cheapest first."""
     yield SCALED, partial(_scaled, partial(predict, plain), case.validation)
+    yield NOVEL, partial(_novel, plain, case)
     yield "la, last layer", partial(_last_layer, plain, case, head, case.validation)
     yield 'la, last layer, tune="self"', partial(_last_layer, plain, case, head, "self")
     yield "la, all weights, calibrated", partial(_all_weights, plain, case)
@@ -213,6 +215,11 @@ def _scaled(way: Way, validation: list[Any]) -> Way:
     with suppress(metrics.TemperatureError):
         temperature = float(metrics.fit_temperature(found))
     return lambda data: way(data).tempered(temperature)
+
+
+def _novel(plain: nn.Module, case: Case) -> Way:
+    """Return the plain model's prediction with its novelty, whose alarm is set by the validation data."""
+    return partial(predict, fit_novelty(copy.deepcopy(plain), case.train, held_out=case.validation))
 
 
 def _last_layer(plain: nn.Module, case: Case, head: str | None, tune: Any) -> Way:
@@ -325,6 +332,8 @@ def _ood(row: Row) -> dict[str, float]:
     if row.found.num_samples > 1 or row.found.closed_form:
         scores = [p.flat().mutual_information for p in (row.found, row.unknown)]
         out["mutual information"] = metrics.auroc(*scores)
+    if row.found.novelty is not None and row.unknown.novelty is not None:
+        out["novelty"] = metrics.auroc(row.found.novelty, row.unknown.novelty)
     return out
 
 
@@ -332,9 +341,10 @@ def table(rows: list[Row], left_out: list[str]) -> str:
     """Return the comparison as a Markdown table with its verdict."""
     bar = next((row for row in rows if row.name == SCALED), rows[0])
     head = (
-        "| | NLL | minus temperature | error % | ECE % (debiased) | OOD, entropy | OOD, MI | training s | prediction |"
+        "| | NLL | minus temperature | error % | ECE % (debiased) | OOD, entropy | OOD, MI | OOD, novelty | training s "
+        "| prediction |"
     )
-    lines = [head, "|---" * 9 + "|"]
+    lines = [head, "|---" * 10 + "|"]
     for row in rows:
         scores, ood, (mean, error) = row.found.scores, _ood(row), apart(row, bar)
         flat = row.found.flat()
@@ -345,7 +355,7 @@ def table(rows: list[Row], left_out: list[str]) -> str:
             "" if row is bar else f"{mean:+.4f} ± {error:.4f}",
             f"{100 * scores['error']:.1f}",
             f"{100 * scores['ece']:.1f} ({100 * metrics.reliability(flat.probs, flat.labels).ece_debiased:.1f})",
-            *(f"{ood[kind]:.3f}" if kind in ood else "" for kind in ("entropy", "mutual information")),
+            *(f"{ood[kind]:.3f}" if kind in ood else "" for kind in ("entropy", "mutual information", "novelty")),
             f"{row.seconds:.1f}",
             f"{row.cost:.2f}",
         ]

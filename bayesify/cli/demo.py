@@ -1,7 +1,8 @@
-"""Show what three lines do to a trained network: handwritten digits that come with scikit-learn, a few seconds.
+"""Show what four lines do to a trained network: handwritten digits that come with scikit-learn, a few seconds.
 
 The network is trained as usual on 200 digits. Its last layer then gets a Laplace posterior, whose scale is chosen on
-200 others; the rest are for the comparison, and random images are what the network has never seen.
+200 others, which also set the alarm for strange inputs; the rest are for the comparison, and random images are what
+the network has never seen.
 """
 
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from bayesify.core.checkpoint import save
 from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace
+from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import Predictive
 from bayesify.quality import metrics, plots
@@ -70,7 +72,8 @@ def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
     found = {"as trained": asked()}
     bayesify(model, "la", include="4.*")
     fit_laplace(model, DataLoader(train, 100), structure="kron", tune=DataLoader(validation, 100))
-    found["three lines later"] = asked()
+    fit_novelty(model, DataLoader(train, 100), held_out=DataLoader(validation, 100))
+    found["four lines later"] = asked()
 
     print(f"{len(train)} digits to train on, {len(test)} to test; {len(noise)} random images as a trap\n")
     print(f"{'':18}{'error':>8}{'NLL':>9}{'ECE':>8}{'sure of a digit':>17}{'sure of noise':>15}{'OOD AUROC':>11}")
@@ -78,6 +81,9 @@ def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
         s, auroc = seen.scores, metrics.auroc(seen.entropy, unseen.entropy)
         sure = f"{seen.confidence.mean():>17.1%}{unseen.confidence.mean():>15.1%}"
         print(f"{name:18}{s['error']:>8.1%}{s['nll']:>9.4f}{s['ece']:>8.1%}{sure}{auroc:>11.3f}")
+    seen, unseen = found["four lines later"]
+    alarms = f"{unseen.alarm().float().mean():.1%} of the noise, and {seen.alarm().float().mean():.1%} of the digits"
+    print(f"\nan alarm with a false-alarm rate of 5% flags {alarms}")
     save(model, out)
     print(f"\nwrote {out / 'posterior.safetensors'}: try `bayesify inspect {out}`")
     try:

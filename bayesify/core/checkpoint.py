@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.core import fileformat, ranks, start
+from bayesify.core import attached, fileformat, ranks, start
 from bayesify.core.distributed import copy_whole, follow, is_sharded, rest, whole
 from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
 from bayesify.core.gaussian_noise import GaussianNoise
@@ -40,7 +40,8 @@ M = TypeVar("M", bound=nn.Module)
 
 POSTERIOR_FILE = "posterior.safetensors"
 MEAN_FILE = "model.safetensors"
-MEAN, REST, START = "mean", "rest", "start"
+MEAN, REST, START, ATTACHED = "mean", "rest", "start", "attached"
+OF_MODEL = (REST, START, ATTACHED)  # kinds that belong to no posterior
 ALONE = ""  # the member of a file that holds one model
 
 
@@ -184,6 +185,7 @@ def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
             if noise is not None:
                 root.add_module(NOISE, noise.to(next(root.parameters()).device))
             start.keep(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
+        attached.put(root, file.attached)
 
     return take_over
 
@@ -195,10 +197,11 @@ class File(NamedTuple):
     priors: dict[str, dict[str, Any]]
     tensors: dict[tuple[str, str], Tensor]
     partial: bool
+    attached: dict[str, Any]
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one posterior beside its mean, by attribute."""
-        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in (MEAN, REST, START)}
+        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in (MEAN, *OF_MODEL)}
 
     def posterior(self, name: str, param: Tensor) -> Posterior:
         """Build the posterior of one parameter, as it was when it was saved but for its tensors.
@@ -262,6 +265,7 @@ def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
         name: tensor for name, tensor in start.kept(root).items() if not torch.equal(tensor.to(now[name]), now[name])
     }
     out.update({f"{START}:{name}": tensor for name, tensor in moved.items()})
+    out.update({f"{ATTACHED}:{name}": tensor for name, tensor in attached.taken(root)[0].items()})
     return {key: t if not is_sharded(t) else whole(t).requires_grad_(t.requires_grad) for key, t in out.items()}
 
 
@@ -296,7 +300,8 @@ def contents(
                     tensors[f"{member}/{key}" if member else key] = tensor
                 else:
                     shared[key] = owner
-        models[member] = {**described(scope), "partial": not frozen, "shared": shared}
+        more = {"partial": not frozen, "shared": shared, ATTACHED: attached.taken(root)[1]}
+        models[member] = {**described(scope), **more}
     return tensors, {"format": FORMAT, "models": json.dumps(models)}
 
 
@@ -349,9 +354,12 @@ def _member(path: Path, about: dict[str, Any], tensors: dict[tuple[str, str], Te
     for name, prior in about["priors"].items():
         _check_prior(name, prior)
     for kind, name in tensors:
-        if kind not in (REST, START) and name not in about["priors"]:
+        if kind not in OF_MODEL and name not in about["priors"]:
             raise ValueError(f"{kind}:{name} belongs to no posterior")
-    return File(method, about["priors"], tensors, about["partial"] is True)
+    mine = {name: tensor for (kind, name), tensor in tensors.items() if kind == ATTACHED}
+    return File(
+        method, about["priors"], tensors, about["partial"] is True, attached.made(mine, about.get(ATTACHED, {}))
+    )
 
 
 def _check_prior(name: str, about: dict[str, Any]) -> None:

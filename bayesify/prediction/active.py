@@ -16,7 +16,7 @@ from bayesify.prediction.regression import RegressionPredictive
 __all__ = ["features", "information", "select"]
 
 
-def select(predictive: Any, k: int, diverse: bool = True) -> Tensor:
+def select(predictive: Any, k: int, diverse: bool = True, *, strange: bool = False) -> Tensor:
     """Choose the k examples to label next.
 
     Args:
@@ -27,11 +27,14 @@ def select(predictive: Any, k: int, diverse: bool = True) -> Tensor:
             probabilities from their mean p, over sqrt(S p). To second order that is the mutual information of all
             the labels and the weights. Otherwise the k of largest `information`.
 
+        strange: Whether to prefer examples that are both uncertain and unlike the known data: the information of each
+            counts 1 - p, with its `novelty_pvalue` p.
+
     Returns:
         Indices into the examples, (k,), the most telling first.
 
     Raises:
-        ValueError: k is out of range, or `diverse` lacks the samples' outputs.
+        ValueError: k is out of range, `diverse` lacks the samples' outputs, or `strange` the model's `fit_novelty`.
 
     Example:
         >>> import torch
@@ -46,9 +49,15 @@ def select(predictive: Any, k: int, diverse: bool = True) -> Tensor:
     """
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= len(predictive):
         raise ValueError(f"k must be in 1..{len(predictive)}, the number of examples, got {k!r}")
+    weights = torch.ones(len(predictive), dtype=torch.float64)
+    if strange and predictive.novelty_pvalue is None:
+        raise ValueError(
+            "strange=True needs novelty, which the prediction has not; call fit_novelty(model, loader) first"
+        )
+    weights = 1 - predictive.novelty_pvalue if strange else weights
     if not diverse:
-        return information(predictive).argsort(descending=True, stable=True)[:k]
-    rest = deviations(predictive)
+        return (information(predictive) * weights).argsort(descending=True, stable=True)[:k]
+    rest = deviations(predictive) * weights.sqrt().view(-1, 1, 1)
     chosen: list[int] = []
     taken = torch.zeros(len(rest), dtype=torch.bool)
     for _ in range(k):

@@ -1,7 +1,7 @@
 """What a layer sees in one pass: for closed forms of the last layer, and as the features of novelty."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,12 @@ from bayesify.core.mixture import mixture_in
 from bayesify.core.modes import override
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.core.wrap import check_module, mean, named_posteriors
+from bayesify.core.wrap import check_module, mean, named_posteriors, prior, scopes_of
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.targets import LabelPlaces
-from bayesify.prediction.view import evaluation, views
+from bayesify.prediction.view import can_be_viewed, evaluation, view, views
+
+PROBED = 8  # examples by which a prior mean is seen to be a network
 
 
 class NotLastError(Exception):
@@ -156,6 +158,7 @@ class Reader:
     def __init__(self, model: nn.Module, host: nn.Module, layer: str | None, at: str = "mean") -> None:
         self.model, self.host, self.name, self.at = model, host, layer or "", at
         self.device, self.base = device_of(model), base_of(host)
+        self.start: nn.Module | None = None  # a view of the model with the buffers that it had at first
         modules = dict(host.named_modules())
         if self.name not in modules:
             linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -176,19 +179,29 @@ class Reader:
             last = (c for c in reversed(calls) if isinstance(output, Tensor) and same_output(c.output, output))
             self.name = next(last, calls[-1]).name
 
-    def prior_differs(self) -> bool:
-        """Return whether weights before the features have a prior mean that is not their mean."""
+    def has_prior(self, inputs: Any) -> bool:
+        """Return whether the prior mean of what comes before the features is a network, and not the trained one.
+
+        A prior mean of zero is none: it gives the same features whatever the inputs.
+        """
         is_body = self.name == self.base
-        return any(
+        differs = any(
             not torch.equal(p.mean, p.prior_mean.to(p.mean).expand_as(p.mean))
             for name, p in posteriors_of(self.host).items()
             if name.startswith(f"{self.name}.") == is_body
         )
+        if not differs:
+            return False
+        kept, self.at = self.at, "prior"
+        with evaluation(self.model):
+            z, _ = self.features(rows_of(inputs, slice(0, PROBED)), None)
+        self.at = kept
+        return len(z) > 1 and not torch.allclose(z, z[:1].expand_as(z))
 
     def features(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         """Run the model; return its features, (N, D) on the CPU, and its output where that is the mean's, else None."""
-        with self.tapped() as calls:
-            output = self._run(self.at, inputs, target)
+        with self.weights(self.at) as model, self.tapped(model) as calls:
+            output = call_model(model, to_device(inputs, self.device), to_device(target, self.device))
         return self.read(calls, inputs), output if self.at == "mean" else None
 
     def entropy(self, inputs: Any, target: Any, output: Any, rows: Tensor | None = None) -> Tensor | None:
@@ -211,8 +224,24 @@ class Reader:
         return found
 
     def _run(self, at: str, inputs: Any, target: Any) -> Any:
-        with reading(self.host, at):
-            return call_model(self.model, to_device(inputs, self.device), to_device(target, self.device))
+        with self.weights(at) as model:
+            return call_model(model, to_device(inputs, self.device), to_device(target, self.device))
+
+    @contextmanager
+    def weights(self, at: str) -> Iterator[nn.Module]:
+        """Yield a model whose forwards have the posterior mean or the prior mean, and the buffers of it."""
+        if not any(isinstance(m, Posterior) for m in self.host.modules()):
+            yield self.model
+        elif at == "mean":
+            with mean(self.host):
+                yield self.model
+        elif can_be_viewed(self.model):
+            self.start = self.start or view(self.model, prior=True)
+            with override(scopes_of(self.host), Mode(prior=True)):
+                yield self.start
+        else:
+            with prior(self.host):
+                yield self.model
 
     def tapped(self, model: nn.Module | None = None) -> AbstractContextManager[list[Call]]:
         """Note the calls of the layer, in the model or in another that is built like it."""
@@ -227,13 +256,6 @@ class Reader:
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
         value = hidden(call.output) if self.name == self.base else call.inputs
         return pooled(value, mask, self.name).detach().float().cpu()
-
-
-def reading(host: nn.Module, at: str) -> AbstractContextManager[None]:
-    """Return the block in which forwards have the weights that features are read at."""
-    if not any(isinstance(m, Posterior) for m in host.modules()):
-        return nullcontext()
-    return mean(host)
 
 
 def rows_of(inputs: Any, rows: Any) -> Any:

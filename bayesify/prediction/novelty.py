@@ -24,7 +24,7 @@ from bayesify.prediction.view import can_be_viewed, evaluation, view
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.distances import Moments, Reference
 
-PLACES = ("mean",)
+PLACES = ("mean", "prior")
 ATTRIBUTE = "novelty"
 SET_ASIDE = 0.2  # of the loader, where there is no held-out data
 MOST_HELD_OUT = 2000  # rows that are set aside at most
@@ -163,7 +163,7 @@ def fit_novelty(
 
     Raises:
         ValueError: An argument is out of range, the layer is not found, there are too few held-out examples, or
-            at="prior" finds no prior mean that differs from the trained weights.
+            at="prior" finds no prior mean that is another network than the trained one.
 
     Example:
         >>> import torch
@@ -180,6 +180,12 @@ def fit_novelty(
     batches, first = _peeked(loader)
     reader = Reader(model, host_of(model), layer)
     reader.find(first)
+    reader.at = at or ("prior" if reader.has_prior(first) else "mean")
+    if at == "prior" and not reader.has_prior(first):
+        raise ValueError(
+            "at='prior' needs a prior mean that is a network, other than the trained one, in the layers before the "
+            "features; pass the pretrained weights, bayesify(model, prior_mean=pretrained), or use at='mean'"
+        )
     moments, held, generator = Moments(), Rows(), torch.Generator().manual_seed(seed)
     with evaluation(model):
         for inputs, target in _pairs(batches, progress):
@@ -351,6 +357,12 @@ class Watch:
             if number not in self.entropies:
                 known = self.reader.entropy(inputs, target, output) if self.needs_entropy else None
                 self.entropies[number] = known
+
+    def pvalues(self, inputs: Any) -> Tensor:
+        """Return the p-values of one batch, by forward passes of its own."""
+        self.features, self.entropies = {}, {}
+        self.complete(0, inputs)
+        return self.novelty.pvalue(self.novelty.score(self.features[0], self.entropies[0]))
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield data that can be read only once, and judge each batch after everybody else."""

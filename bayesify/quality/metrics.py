@@ -19,15 +19,16 @@ from torch.nn.functional import one_hot
 from bayesify.quality.arrays import Array, like, to_classes, to_double
 from bayesify.quality.conformal import ConformalQuantile, conformal_quantile
 from bayesify.quality.detection import auroc, energy, entropy, feature_distance, fpr95, mutual_information
+from bayesify.quality.drift import Drift, drift
 from bayesify.quality.regression import crps, fit_noise, gaussian_nll, interval_coverage, interval_score
 from bayesify.quality.selective import RiskCoverage, abstain_threshold, aurc, clopper_pearson, risk_coverage
 from bayesify.quality.temperature import Temperature, TemperatureError, fit_temperature
 
 __all__ = [
-    "ConformalQuantile", "Reliability", "RiskCoverage", "Temperature", "TemperatureError", "abstain_threshold", "aurc",
-    "auroc", "brier", "clopper_pearson", "conformal_quantile", "crps", "ece", "energy", "entropy", "error",
-    "feature_distance", "fit_noise", "fit_temperature", "fpr95", "gaussian_nll", "interval_coverage", "interval_score",
-    "mce", "mutual_information", "nll", "reliability", "risk_coverage",
+    "ConformalQuantile", "Drift", "Reliability", "RiskCoverage", "Temperature", "TemperatureError",
+    "abstain_threshold", "aurc", "auroc", "brier", "clopper_pearson", "conformal_quantile", "crps", "drift", "ece",
+    "energy", "entropy", "error", "feature_distance", "fit_noise", "fit_temperature", "fpr95", "gaussian_nll",
+    "interval_coverage", "interval_score", "mce", "mutual_information", "nll", "reliability", "risk_coverage",
 ]  # fmt: skip
 
 Kind: TypeAlias = Literal["top", "pooled"]

@@ -288,7 +288,8 @@ def before_after(
         before: What `predict` returned for labelled data, by one model.
         after: The same by another, or by the same one after `bayesify`.
         ood: What both return for out-of-distribution data; below the reliabilities, the confidences in and out of the
-            distribution, with the AUROC of 1 - confidence.
+            distribution, with the AUROC of 1 - confidence. Of a model with `fit_novelty`, how strange both kinds of
+            data are instead, and how many examples of each its alarm flags.
         names: What the two are.
         bins: The number of bins of each reliability diagram.
 
@@ -319,6 +320,9 @@ def before_after(
     for ax, prediction, name in zip(axes[0], flat, names, strict=True):
         reliability_diagram(prediction.probs, prediction.labels, bins=bins, ax=ax, title=name)
     for ax, inside, outside in zip(axes[-1], flat, ood or (), strict=False):
+        if getattr(inside, "novelty", None) is not None and getattr(outside, "novelty", None) is not None:
+            _alarm(ax, inside, outside.flat(), 2 * bins)
+            continue
         sure = inside.confidence.double(), outside.flat().confidence.double()
         _histograms(ax, sure, ("In-distribution", "Out-of-distribution"), 2 * bins, (0.0, 1.0))
         ax.set_xlim(0, 1)
@@ -326,6 +330,23 @@ def before_after(
         box(ax, f"AUROC {metrics.auroc(1 - sure[0], 1 - sure[1]):.4f}\n{float(sure[1].mean()):.1%} sure of the unknown")
         finish(ax, None)
     return figure
+
+
+def _alarm(ax: Axes, inside: Any, outside: Any, bins: int) -> None:
+    """Draw how strange known and unknown examples are, and where the alarm is raised."""
+    known, strange = inside.novelty.double(), outside.novelty.double()
+    flagged = [float(part.alarm().double().mean()) for part in (inside, outside)]
+    # The tail of far data says no more: what is beyond counts in the last bar.
+    top = float(torch.cat([known, strange]).quantile(0.98))
+    low = float(min(known.min(), strange.min()))
+    limits = low, top + 1e-3 * abs(top - low) + 1e-12
+    parts = known.clamp(max=top), strange.clamp(max=top)
+    _histograms(ax, parts, ("In-distribution", "Out-of-distribution"), bins, limits)
+    quiet = torch.cat([known[~inside.alarm()], strange[~outside.alarm()], known.new_full((1,), low)])
+    ax.axvline(float(quiet.max()), color=DARK, linestyle="--", linewidth=1.0)
+    ax.set_xlabel("Novelty", fontsize=FONT)
+    box(ax, f"alarm: {flagged[1]:.1%} of the strange,\n{flagged[0]:.1%} false alarms", right=True)
+    finish(ax, None)
 
 
 def _histograms(

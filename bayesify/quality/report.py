@@ -126,6 +126,11 @@ def _write_regression(predictive: Any, path: str | os.PathLike[str], title: str)
     meanings = ("what the posterior samples disagree about", "noise of the data; 0 where it is not known", "together")
     rows = [(name, text, _number(float(v.mean()))) for (name, v), text in zip(parts.items(), meanings, strict=True)]
     page.section("Uncertainty").table(("Standard deviation", "Mean"), rows)
+    if predictive.novelty is not None:
+        page.note(
+            f"An alarm at a false-alarm rate of {predictive.false_alarms:.3g} flags {_flagged(predictive)} of the "
+            "examples."
+        )
     return page.write(path)
 
 
@@ -254,9 +259,19 @@ def _add_uncertainty(page: Page, predictive: Any, ood: Any) -> None:
             ("FPR95", "false alarms at 95% detection", *(_number(metrics.fpr95(*pair)) for pair in pairs.values())),
         ],
     )
-    if len(pairs) == 1:
+    if "Novelty" in pairs:
+        page.note(
+            f"An alarm at a false-alarm rate of {predictive.false_alarms:.3g} flags {_flagged(predictive)} of the "
+            f"in-distribution and {_flagged(ood)} of the out-of-distribution examples."
+        )
+    if "Mutual information" not in pairs:
         page.note("Mutual information is left out: it is zero, as it is for a single sample.")
     page.pictures([(name, plots.uncertainty_histogram(*pair, quantity=name)) for name, pair in pairs.items()])
+
+
+def _flagged(predictive: Any) -> str:
+    """Say which share of the examples the alarm flags."""
+    return f"{float(predictive.alarm().double().mean()):.1%}"
 
 
 def _add_doubtful(page: Page, predictive: Any, items: Sequence[Any] | None) -> None:
@@ -292,10 +307,12 @@ def _png(image: Any) -> str:
 
 
 def _informative(predictive: Any) -> dict[str, Any]:
-    """Return the entropy and, where it is more than rounding, the mutual information."""
+    """Return the entropy, the mutual information where it is more than rounding, and the novelty where it is known."""
     kinds = {"Entropy": predictive.entropy}
     if predictive.mutual_information.max() > _NO_INFORMATION:
         kinds["Mutual information"] = predictive.mutual_information
+    if getattr(predictive, "novelty", None) is not None:
+        kinds["Novelty"] = predictive.novelty
     return kinds
 
 

@@ -22,6 +22,7 @@ from bayesify.core.seeds import draw_seeds
 from bayesify.core.wrap import scopes_of
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.last_layer import Call, NotLastError, same_output, watching
+from bayesify.prediction.novelty import Watch
 from bayesify.prediction.probabilities import entropy_of
 from bayesify.prediction.run import MOST
 from bayesify.prediction.targets import IGNORED
@@ -179,7 +180,9 @@ class Evaluation:
         self.each_sample = Means(model) if self.forms else self._drawn
         self.shifts = shifts
         self.problem = getattr(getattr(model, "config", None), "problem_type", None)
+        self.watch = Watch.of(model)
         self.rows: list[Tensor] = []
+        self.pvalues: list[Tensor] = []
         self.squared_errors: list[Tensor] = []
         self.variances: list[Tensor] = []
 
@@ -258,13 +261,20 @@ class Evaluation:
         errors = (value - labels.reshape(value.shape)).square().to(average.squares)
         return torch.stack([x.reshape(len(value), -1).mean(1) for x in (errors, average.variance())], -1)
 
+    def add_pvalues(self, values: Tensor) -> None:
+        """Add the p-values of a batch's novelty."""
+        self.pvalues.append(values.cpu())
+
     def add_values(self, values: Tensor) -> None:
         """Add what `values` gave for a batch."""
         self.squared_errors.append(values[:, 0].cpu())
         self.variances.append(values[:, 1].cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Return NLL, error, ECE (top label) and mutual information; or, for regression, RMSE and spread."""
+        """Return NLL, error, ECE (top label) and mutual information; or, for regression, RMSE and spread.
+
+        Of a model with `fit_novelty` also the share of inputs that its alarm flags.
+        """
         out: dict[str, float] = {}
         if self.rows and len(rows := torch.cat(self.rows)):
             out = {
@@ -278,6 +288,8 @@ class Evaluation:
                 "rmse": float(torch.cat(self.squared_errors).mean().sqrt()),
                 "std": float(torch.cat(self.variances).mean().sqrt()),
             }
+        if self.pvalues and self.watch is not None:
+            out["alarms"] = float((torch.cat(self.pvalues) <= self.watch.novelty.false_alarms).double().mean())
         return {**out, "posterior_samples": float(self.samples)} if out else out
 
 

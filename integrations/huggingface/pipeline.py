@@ -12,6 +12,7 @@ from transformers.utils.generic import ModelOutput
 from bayesify.core.mixture import Mixture
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import scopes_of
+from bayesify.prediction.novelty import Watch
 from bayesify.prediction.predict import predict
 from bayesify.prediction.probabilities import entropy_of
 
@@ -33,6 +34,7 @@ class Averaged(ModelOutput):
     logits: Tensor | None = None
     entropy: Tensor | None = None
     mutual_information: Tensor | None = None
+    novelty_pvalue: Tensor | None = None
 
 
 def pipeline(
@@ -46,7 +48,8 @@ def pipeline(
     """Build Hugging Face's pipeline for a Bayesian classifier; every result says how sure the posterior is.
 
     A result has, beside its label and the averaged score, `entropy` (all of the doubt about this input, in nats) and
-    `mutual_information` (the part of it that the samples disagree about). The samples are drawn once, at the first
+    `mutual_information` (the part of it that the samples disagree about); of a model with `fit_novelty` also
+    `novelty_pvalue`, the share of known inputs that are at least as strange. The samples are drawn once, at the first
     input: make another pipeline where the model has been trained on. A single label is a yes or no, as in Hugging
     Face's own.
 
@@ -112,6 +115,12 @@ class _Uncertain:
     model: Any
 
     def _forward(self, model_inputs: Any) -> Averaged:
+        """Average the posterior's outputs on a batch, and judge how strange its inputs are."""
+        found, watch = self._averaged(model_inputs), Watch.of(self.whole)
+        found.novelty_pvalue = None if watch is None else watch.pvalues(dict(model_inputs))
+        return found
+
+    def _averaged(self, model_inputs: Any) -> Averaged:
         """Average the posterior's outputs on a batch."""
         config = self.model.config
         several = config.problem_type == "multi_label_classification" or config.num_labels == 1
@@ -138,7 +147,8 @@ class _Uncertain:
     def postprocess(self, model_outputs: Any, **options: Any) -> Any:
         """Add the measures of doubt to every result."""
         found: Any = super().postprocess(model_outputs, **options)  # type: ignore[misc]
-        doubt = {name: float(model_outputs[name][0]) for name in ("entropy", "mutual_information")}
+        names = ("entropy", "mutual_information", "novelty_pvalue")
+        doubt = {name: float(model_outputs[name][0]) for name in names if model_outputs.get(name) is not None}
         return {**found, **doubt} if isinstance(found, dict) else [{**one, **doubt} for one in found]
 
 

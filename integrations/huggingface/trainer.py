@@ -320,6 +320,8 @@ class BayesTrainerMixin(LossMixin):
         if row is not None:
             row = self.accelerator.pad_across_processes(row, dim=1)
             evaluation.add(self.accelerator.gather_for_metrics(row))
+        if evaluation.watch is not None:
+            evaluation.add_pvalues(self.accelerator.gather_for_metrics(evaluation.watch.pvalues(inputs)))
         values = evaluation.values(average, labels)
         if values is not None:
             evaluation.add_values(self.accelerator.gather_for_metrics(values))
