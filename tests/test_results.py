@@ -101,6 +101,10 @@ def test_regression(example):
     assert has(example, "docs/regression.md", "uci", example("uci_tables").tables())
 
 
+def test_novelty(example):
+    assert has(example, "docs/abstaining.md", "novelty", example("novelty").section())
+
+
 def test_the_bytes_of_a_process(example):
     assert has(example, "docs/scaling.md", "bytes", example("bytes_per_process").table(results("bytes")))
 

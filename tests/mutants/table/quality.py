@@ -187,4 +187,30 @@ MUTANTS = [
         ("the entropy of the mean of the draws alone", "8 / 3 * whole - 2 * halves + each / 3", "whole", "information"),
         ("the variance in the wrong basis", "self.q @ self.basis.square().T", "self.q", "closed_forms_moments"),
     ),
+    *of(
+        "quality/distances.py",
+        "test_novelty.py",
+        ("not shrunk", "share * trace / size + 1e-12", "1e-12", "chens"),
+        ("shrunk by the covariance's square alone", "* square + trace**2) / gap", "* square) / gap", "chens"),
+        ("the inverse of the covariance is not transposed", "return inverse.T", "return inverse", "formulas"),
+        ("the farthest class", ".square().amin(1)", ".square().amax(1)", "formulas"),
+        ("degrees of freedom of all rows", "self.count - len(means))", "self.count)", "formulas"),
+        ("relative adds", "found - ((z - self.center)", "found + ((z - self.center)", "formulas"),
+    ),
+    *of(
+        "quality/conformal.py",
+        "test_novelty.py",
+        ("a p-value without its own example", "(stranger + 1).double()", "stranger.double()", "share"),
+    ),
+    *of(
+        "quality/drift.py",
+        "test_drift.py",
+        ("bets without their price", "(BETS.log() + (BETS - 1)", "(0 * BETS.log() + (BETS - 1)", "mean_of_bets"),
+        ("earlier inputs do not count", "(k + before + u)", "(k + u)", "uniform"),
+    ),
+    *of(
+        "prediction/novelty.py",
+        "test_novelty.py",
+        ("entropy in nats", "entropy.to(scores) / self.scales[1]", "entropy.to(scores)", "entropy"),
+    ),
 ]
