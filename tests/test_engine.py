@@ -161,7 +161,7 @@ def test_an_engine_that_does_not_work_is_named_once_with_what_to_install(monkeyp
 def test_wrong_numbers_of_a_first_kernel_are_noticed():
     class Broken:
         @staticmethod
-        def run(formula, stream, inputs, outputs, p_drop):
+        def run(formula, stream, inputs, outputs, size, p_drop):
             outputs[0].zero_()
 
     with pytest.raises(RuntimeError, match="wrong numbers"):

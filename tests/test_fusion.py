@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from bayesify import SGLD, bayesify, named_posteriors, penalty
-from bayesify.engine import elements, fusion
-from bayesify.engine.noise import Stream
+from bayesify.engine import cpu, dispatch
 
 METHODS = [
     ("vi", {"link": "softplus", "init_sig": 0.02}),
@@ -46,13 +45,12 @@ def gradients(method: str, options: dict, prior_mean, padding: int | None, dtype
 @pytest.mark.parametrize(("method", "options"), METHODS)
 def test_loops_compute_what_torch_does(method, options, prior_mean, padding, dtype, rtol, atol, monkeypatch):
     ran = []
-    for name in ("run", "run_plain", "total"):
-        loop = getattr(fusion, name)
-        monkeypatch.setattr(fusion, name, lambda *a, loop=loop, **k: ran.append(loop) or loop(*a, **k))
+    loop = cpu.run
+    monkeypatch.setattr(cpu, "run", lambda *a: ran.append(a) or loop(*a))
     found = gradients(method, options, prior_mean, padding, dtype)
     assert ran
     ran.clear()
-    monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
+    monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
     wanted = gradients(method, options, prior_mean, padding, dtype)
     assert not ran
     for f, w in zip(found, wanted, strict=True):
@@ -73,7 +71,7 @@ def test_the_chain_and_its_moments_are_those_of_torch(momentum, monkeypatch):
         return [q.original.detach(), q.average, q.scatter]
 
     found = chain()
-    monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
+    monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
     for f, w in zip(found, chain(), strict=True):
         torch.testing.assert_close(f, w, rtol=1e-5, atol=1e-6)
 
@@ -105,49 +103,39 @@ def test_the_number_of_threads_changes_no_theta():
 # -- functions of one element ------------------------------------------------------------------------------------------
 
 
-def of_elements(function, x: torch.Tensor) -> torch.Tensor:
-    """Run a function of one element over a tensor."""
+def made(function, x: torch.Tensor) -> torch.Tensor:
+    """Run a function of one element over a tensor, by a compiled loop."""
     out = torch.empty_like(x)
-    assert fusion.ready()
-    fusion.run_plain(function, (x,), (out,))
+    dispatch.run(function, None, (x,), (out,))
     return out
-
-
-def exp_element(i, noise, ins, outs, par):
-    outs[0][i] = elements.exp(ins[0][i])
-
-
-def softplus_element(i, noise, ins, outs, par):
-    outs[0][i] = elements.softplus(ins[0][i])
-
-
-def sigmoid_element(i, noise, ins, outs, par):
-    outs[0][i] = elements.sigmoid(ins[0][i])
-
-
-def log_element(i, noise, ins, outs, par):
-    outs[0][i] = elements.log(ins[0][i])
 
 
 @pytest.mark.parametrize(
     ("function", "exact", "least", "most"),
     [
-        (exp_element, torch.exp, -87, 88),
-        (softplus_element, lambda x: torch.logaddexp(x, torch.zeros_like(x)), -80, 80),
-        (sigmoid_element, torch.sigmoid, -80, 80),
+        (torch.exp, torch.exp, -87, 88),
+        (nn.functional.softplus, lambda x: torch.logaddexp(x, torch.zeros_like(x)), -80, 80),
+        (torch.sigmoid, torch.sigmoid, -80, 80),
     ],
 )
 def test_functions_of_one_element(function, exact, least, most):
+    def formula(x):
+        return function(x)
+
     x = torch.linspace(least, most, 20_001)
-    torch.testing.assert_close(of_elements(function, x).double(), exact(x.double()), rtol=4e-7, atol=0)
-    torch.testing.assert_close(of_elements(function, x.double()), exact(x.double()), rtol=1e-14, atol=1e-300)
-    assert of_elements(function, torch.full((5,), torch.nan)).isnan().all()
+    torch.testing.assert_close(made(formula, x).double(), exact(x.double()), rtol=4e-7, atol=0)
+    torch.testing.assert_close(made(formula, x.double()), exact(x.double()), rtol=1e-14, atol=1e-300)
+    assert made(formula, torch.full((5,), torch.nan)).isnan().all()
+
+
+def logarithm(x):
+    return torch.log(x)
 
 
 def test_the_logarithm_of_one_element():
     x = torch.logspace(-37, 38, 20_001)
-    torch.testing.assert_close(of_elements(log_element, x).double(), x.double().log(), rtol=3e-7, atol=1e-7)
-    torch.testing.assert_close(of_elements(log_element, x.double()), x.double().log(), rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(made(logarithm, x).double(), x.double().log(), rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(made(logarithm, x.double()), x.double().log(), rtol=1e-14, atol=1e-15)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -183,90 +171,23 @@ assert "numba" in sys.modules
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_without_numba_torch_does_it_and_says_so_once(monkeypatch):
-    wanted = Stream(1, 2, (5000,)).normal()
-    monkeypatch.setattr(fusion, "_state", {"kernels": None, "missing": False, "threads": False})
-    monkeypatch.setitem(sys.modules, "bayesify.engine.kernels", None)
-    monkeypatch.delattr("bayesify.engine.kernels", raising=False)
-    with pytest.warns(UserWarning, match="numba cannot be imported"):
-        found = Stream(1, 2, (5000,)).normal()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
-    Stream(1, 2, (5000,)).normal()  # a second warning would be an error here
-
-
-def test_machine_code_is_found_again_by_another_process(tmp_path):
-    """That of formulas made by formulas too, on one thread and on several."""
-    script = """
-import torch
-from bayesify import bayesify, penalty
-from bayesify.engine import kernels
-from bayesify.engine.noise import Stream
-compiled = []
-compile = kernels._compile
-kernels._compile = lambda *a, **k: compiled.append(compile(*a, **k)) or compiled[-1]
-torch.set_num_threads(2)
-model = bayesify(torch.nn.Linear(3, 2), prior_sig=0.1)
-(model(torch.ones(1, 3)).sum() + penalty(model, 10)).backward()
-Stream(1, 2, (200_000,)).normal()
-print(*(sum(sum(getattr(c.stats, what).values()) for c in compiled) for what in ("cache_hits", "cache_misses")))
-"""
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    runs = [subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True) for _ in range(2)]
-    (hits, misses), again = (r.stdout.decode().split() for r in runs)
-    assert hits == "0" and int(misses) == 4  # draw, gradient and sums; several threads
-    assert again == [misses, "0"]
-
-
-def test_machine_code_of_other_sources_is_not_taken(tmp_path):
-    """The tag of a formula follows the files of the functions that it is made of."""
-    from bayesify.engine import kernels
-
-    source = tmp_path / "parts.py"
-    source.write_text("def twice(x):\n    return x + x\n")
-    space: dict = {}
-    exec(compile(source.read_text(), str(source), "exec"), space)
-    twice = space["twice"]
-
-    def formula(i, noise, ins, outs, par):
-        outs[0][i] = twice(ins[0][i])
-
-    before = kernels._tag(formula)
-    assert kernels._tag(formula) == before
-    source.write_text("def twice(x):\n    return 2 * x\n")
-    assert kernels._tag(formula) != before
-
-
-def test_every_loop_has_files_of_its_own():
-    """Numba numbers the files of one name without a lock: processes that start together would read each other's."""
-    import numpy as np
-
-    from bayesify.engine import kernels
-    from bayesify.methods.vi import LINKS
-
-    kinds = [(link.formulas.draw, dtype) for link in LINKS.values() for dtype in (np.float32, np.float64)]
-    loops = [kernels.noisy("normal", *kind) for kind in kinds]
-    loops += [kernels.noisy("mask", LINKS["exp"].formulas.draw, np.float32)]
-    names = [loop._cache._impl.filename_base for pair in loops for loop in pair]
-    assert len(set(names)) == len(names)
-
-
 def test_machine_code_of_two_processes_does_not_answer_for_each_other(tmp_path):
     """Two processes leave a formula each on disk; a third loads both, and each must be itself."""
     script = """
 import sys
 import torch
-from bayesify.engine import fusion
+from bayesify.engine import dispatch
 from bayesify.engine.noise import Stream
 from bayesify.methods.vi import LINKS
-from bayesify.core.moments import _add_noise
+from bayesify.core.moments import gaussian
 
-formulas = {"vi": LINKS["softplus"].formulas.draw, "la": _add_noise}
+formulas = {"vi": LINKS["softplus"].draw, "la": gaussian}
 for name in sys.argv[1:]:
     ins, out = (torch.zeros(4), torch.full((4,), 0.1)), torch.empty(4)
-    fusion.run(formulas[name], Stream(1, 2, (4,)), ins, (out,))
+    dispatch.run(formulas[name], Stream(1, 2, (4,)), ins, (out,))
     print(round(out[0].item(), 4))
 """
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
     def run(*names):
         command = [sys.executable, "-c", script, *names]

@@ -9,7 +9,6 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from bayesify import IVON, bayesify, load, named_posteriors, param_groups, penalty, predict, save
-from bayesify.engine import fusion
 from bayesify.methods.ivon.optimizer import WARM
 from bayesify.methods.natural import MEMORY
 
@@ -100,7 +99,7 @@ def test_one_theta_serves_a_whole_step():
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_penalty_is_the_kl_without_a_gradient(fused, monkeypatch):
     if not fused:
-        monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
+        monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
     model = bayesify(net(), "ivon", prior_sig=0.3, init_sig=0.02)
     exact = sum(
         kl_divergence(Normal(q.mean, q.std), Normal(q.prior_mean, 0.3)).sum() for _, q in named_posteriors(model)
@@ -132,7 +131,7 @@ def test_the_defaults_find_a_curvature_and_train():
 @pytest.mark.parametrize("fused", [True, False])
 def test_without_b2_the_curvature_is_its_formula_and_the_mean_moves_as_by_sgd(fused, monkeypatch):
     if not fused:
-        monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
+        monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
     model = bayesify(net(), "ivon", prior_sig=0.3, init_sig=0.05)
     optimizer = IVON(model, 0.1, num_data=40)
     cost = power = 0.0

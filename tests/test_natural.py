@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from bayesify import bayesify, mean, named_posteriors, param_groups, penalty, sample
 from bayesify.core.scales import RATE, TOLERANCE, step_size
 from bayesify.core.seeds import draw_seeds
-from bayesify.engine import fusion
 from bayesify.methods import natural
 from bayesify.methods.natural import LARGEST, MEMORY
 
@@ -45,7 +44,7 @@ def grads(model, *, seed=0, factor=1.0, parts=1, apart=False):
 @pytest.mark.parametrize("loops", [True, False])
 def test_the_natural_gradient_is_its_formula(loops, monkeypatch):
     if not loops:
-        monkeypatch.setattr(fusion, "fused", lambda *tensors: False)
+        monkeypatch.setenv("BAYESIFY_ENGINE", "torch")
     model = linear()
     kappa, size = model._bayesify_scope.method.scale(100), step_size(28)
     cost = power = 0.0

@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("dir", type=Path, help="a folder that bayesify.save wrote")
         command.set_defaults(run=run)
 
+    check = commands.add_parser("check", help="what this computer's engines compute, and what training steps cost")
+    check.add_argument("--json", action="store_true", help="print one JSON object, for a bug report")
+    check.add_argument("--device", help="such as cpu or cuda (a GPU where there is one)")
+    check.set_defaults(run=_check)
+
     report = commands.add_parser("report", help="an HTML page of a saved prediction")
     report.add_argument("file", type=Path, help="made by numpy.savez(file, **predict(...).numpy())")
     report.add_argument("--ood", type=Path, help="the same for out-of-distribution data")
@@ -93,6 +98,12 @@ def _compare(args: argparse.Namespace) -> None:
     from bayesify.cli.compare import run
 
     run(args.case, minutes=args.minutes, epochs=args.epochs, lr=args.lr, head=args.head, out=args.out)
+
+
+def _check(args: argparse.Namespace) -> None:
+    from bayesify.cli.check import run
+
+    run(args.device, as_json=args.json)
 
 
 def _inspect(args: argparse.Namespace) -> None:

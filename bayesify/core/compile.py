@@ -15,7 +15,7 @@ from torch import Tensor
 from bayesify.core.posterior import Posterior, holding
 from bayesify.core.seeds import draw_seeds
 from bayesify.engine import noise as noises
-from bayesify.engine.fusion import functional
+from bayesify.engine.dispatch import functional
 
 
 class Seeding(Protocol):

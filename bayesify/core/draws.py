@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesify.core.compile import draw, graph, in_one_operation, part_seed
 from bayesify.core.posterior import Posterior, Sampled
 from bayesify.engine import noise as noises
-from bayesify.engine.fusion import transformed
+from bayesify.engine.dispatch import transformed
 
 MEMBER = noises.name_key("mixture/member")
 

@@ -11,14 +11,20 @@ from torch import Tensor
 
 from bayesify.core import distributed as shards
 from bayesify.core.posterior import Posterior, state_dtype
-from bayesify.core.quadratics import Factor, quadratic_energy, quadratic_pull
+from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
 from bayesify.core.stored import CENTER
-from bayesify.engine import fusion
+from bayesify.engine.writing import Formula
 
 
-def _add_noise(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
-    """Theta = center + eps * std, of one element."""
-    outs[0][i] = ins[0][i] + eps * ins[1][i]
+def gaussian(eps: Any, center: Any, std: Any) -> Any:
+    """Return center + eps * std."""
+    return center + eps * std
+
+
+def collected(x: Any, average: Any, scatter: Any, rate: Any, keep: Any, add: Any) -> Any:
+    """Return mean and scatter after one more state (Welford's recurrence)."""
+    away = x - average
+    return average + rate * away, keep * scatter + add * (away * away)
 
 
 COUNT = "count"  # of what moments were made of, where a posterior has one
@@ -56,26 +62,18 @@ class MomentsPosterior(Posterior):
         if not self.ready:
             raise NotReadyError(f"{self.name!r} cannot be sampled yet: {self.missing}")
 
-    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return center + std * eps; its gradient passes to the parameter as it is."""
-        center = self.mean_theta(mean)
-        return torch.addcmul(center.to(noise.dtype), noise, self.own_std.to(noise.dtype)).to(mean.dtype)
-
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta`."""
-        center, std = self.mean_theta(mean), self.own_std
-        if not fusion.fused(center, std):
-            return super().draw(mean, seed)
-        return self.by_element(_add_noise, seed, (center, std))
+        return gaussian, (self.mean_theta(mean), self.own_std)
 
     @property
     def precision(self) -> float:
         """1/sigma^2, the curvature of the energy."""
         return 1 / self.prior_sig / self.prior_sig
 
-    def energy(self, mean: Tensor, scale: float) -> Tensor:
+    def terms(self, mean: Tensor, scale: float) -> Energy:
         """Return 1/(2 sigma^2) |theta - theta0|^2."""
-        return quadratic_energy(mean, self, self.precision, scale)
+        return quadratic_terms(mean, self, self.precision, scale)
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient at theta, as it is."""

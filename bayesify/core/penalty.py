@@ -9,8 +9,9 @@ in units of the mean loss, over all weights with a relative prior: going e times
 must gain c nats. c is the option `pull`, D0 is `bayesify.core.scales.nearest`. The optimizer IVON has it in its step.
 """
 
+import math
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 from bayesify.core.compile import posterior_of
 from bayesify.core.distributed import part, part_of
 from bayesify.core.posterior import Posterior, Step, check_versions, holding
-from bayesify.core.quadratics import host, quadratic_energy, wide
+from bayesify.core.quadratics import Part, host, quadratic_energy, summed, wide
 from bayesify.core.reading import Scope
 from bayesify.core.scales import nearest, step_size
 from bayesify.core.wrap import check_num_data, scopes_of
-from bayesify.engine.fusion import functional
+from bayesify.engine.dispatch import Job, functional, run_all, sent, transformed
 
 
 def penalty(model: nn.Module, num_data: float) -> Tensor:
@@ -96,7 +97,7 @@ def distance(posterior: Posterior, mean: Tensor) -> Tensor:
 def _of_scope(terms: Terms) -> Tensor:
     """Return the penalty of one model, with a gradient in closed form where that can be."""
     if functional() or (torch.compiler.is_compiling() and any(p.layout is not None for p in terms.posteriors)):
-        return _combined(_total(terms, [_numbers(terms, p, p.original) for p in terms.posteriors]), terms)
+        return _combined(_total(terms, [p.original for p in terms.posteriors]), terms)
     tensors = [t for p in terms.posteriors for t in _tensors(p)]
     result: Tensor
     if torch.compiler.is_compiling():
@@ -115,32 +116,74 @@ def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
     return tuple(posterior._shards[n] for n in ("original", *(names[id(p)] for p in posterior.learnable())))
 
 
-def _numbers(terms: Terms, posterior: Posterior, mean: Tensor) -> Tensor:
-    """Return energy and distance of one posterior, and the running sums of natural steps."""
-    own, mean = part_of(posterior), mean if posterior.layout is None else part(mean)
-    energy = own.energy(mean, terms.scale)
-    away = distance(own, mean) if terms.strength and own.relative else torch.zeros_like(energy)
-    seen = energy.new_zeros(2) if posterior.observed is None else posterior.observed.to(energy)
-    return torch.cat([torch.stack([energy, away.to(energy)]), seen])
-
-
 def _held_numbers(terms: Terms, every: list[tuple[Tensor, ...]]) -> Tensor:
-    """Return the sums of `_numbers`, computed from the tensors that a node was made of."""
-    found = []
-    for posterior, (mean, *learned) in zip(terms.posteriors, every, strict=True):
-        with nullcontext() if posterior.layout is not None else holding(posterior, tuple(learned)):
-            found.append(_numbers(terms, posterior, mean))
-    return _total(terms, found)
+    """Return the numbers of `_of_posteriors`, computed from the tensors that a node was made of."""
+    with ExitStack() as stack:
+        for posterior, (_, *learned) in zip(terms.posteriors, every, strict=True):
+            if posterior.layout is None and learned:
+                stack.enter_context(holding(posterior, tuple(learned)))
+        return _total(terms, [mean for mean, *_ in every])
 
 
-def _total(terms: Terms, found: list[Tensor]) -> Tensor:
-    """Add up numbers over all posteriors and processes."""
-    sums: dict[Any, Tensor] = {}
-    for posterior, numbers in zip(terms.posteriors, found, strict=True):
+def _total(terms: Terms, means: list[Tensor]) -> Tensor:
+    """Add up the numbers of all posteriors on all devices and processes."""
+    groups: dict[Any, list[tuple[Posterior, Tensor]]] = {}
+    for posterior, mean in zip(terms.posteriors, means, strict=True):
         group = None if posterior.layout is None else posterior.layout.group
-        sums[group] = sums[group] + numbers.to(sums[group]) if group in sums else numbers
-    first, *others = (s if group is None else group.summed(s) for group, s in sums.items())
+        groups.setdefault((group, mean.device), []).append((posterior, mean))
+    found: dict[Any, Tensor] = {}
+    for (group, _), members in groups.items():
+        numbers = _of_posteriors(terms, members)
+        found[group] = found[group] + numbers.to(found[group]) if group in found else numbers
+    first, *others = (s if group is None else group.summed(s) for group, s in found.items())
     return first if not others else torch.stack([first, *(o.to(first) for o in others)]).sum(0)
+
+
+def _of_posteriors(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
+    """Return energy and distance of posteriors on one device, and the running sums of natural steps."""
+    first = part(members[0][1])
+    total, constant, jobs = first.new_zeros(4, dtype=wide(first)), 0.0, []
+    for posterior, mean in members:
+        own, mean = part_of(posterior), mean if posterior.layout is None else part(mean)
+        far = bool(terms.strength) and own.relative
+        energy = own.terms(mean, terms.scale)
+        if energy is None or (far and energy.unit == math.inf):
+            numbers = [own.energy(mean, terms.scale).to(total)]
+            numbers.append(distance(own, mean).to(total) if far else torch.zeros_like(numbers[0]))
+            total = total + torch.nn.functional.pad(torch.stack(numbers), (0, 2))
+            continue
+        constant += energy.constant
+        units = [(energy.unit / own.prior_sig) ** 2 * far, *(0.0 for _ in energy.parts[1:])]
+        jobs += list(zip(energy.parts, units, strict=True))
+    for parts in _of_one_length(jobs):
+        weights = sent([[*p.weights, unit] for p, unit in parts], first.device).to(total)
+        rows = torch.stack([summed(p) for p, _ in parts]) if _differentiable(parts) else _rows(parts).to(total)
+        now = [(rows * weights[:, :-1]).sum(), (rows[:, 0] * weights[:, -1]).sum()]
+        total = total + torch.nn.functional.pad(torch.stack(now), (0, 2))
+    if observed := [p.observed for p, _ in members if p.observed is not None]:
+        total = total + torch.nn.functional.pad(torch.stack(observed).sum(0).to(total), (2, 0))
+    return total + torch.nn.functional.pad(total.new_full((1,), constant), (0, 3)) if constant else total
+
+
+def _of_one_length(jobs: list[tuple[Part, float]]) -> Iterable[list[tuple[Part, float]]]:
+    """Sort parts by how many sums they have."""
+    found: dict[int, list[tuple[Part, float]]] = {}
+    for job in jobs:
+        found.setdefault(len(job[0].weights), []).append(job)
+    return found.values()
+
+
+def _differentiable(parts: list[tuple[Part, float]]) -> bool:
+    """Return whether a gradient of the sums is wanted."""
+    inputs = [x for p, _ in parts for x in p.inputs if isinstance(x, Tensor)]
+    return transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+
+
+def _rows(parts: list[tuple[Part, float]]) -> Tensor:
+    """Return the sums of parts without their weights."""
+    rows = run_all([Job(p.formula, None, p.inputs) for p, _ in parts])
+    assert rows is not None
+    return rows
 
 
 def _combined(numbers: Tensor, terms: Terms) -> Tensor:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core import distributed as shards
-from bayesify.core.quadratics import Center, Factor, quadratic_pull
+from bayesify.core.quadratics import Energy, Factor, evaluated, quadratic_pull, wide
 from bayesify.core.quadratics import state_dtype as state_dtype
 from bayesify.core.stored import CENTER, LOW_PRECISION, Stored
-from bayesify.engine import fusion
 from bayesify.engine import noise as noises
+from bayesify.engine.dispatch import Job, run
+from bayesify.engine.writing import Formula
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class Reader(Protocol):
 class Posterior(Stored):
     """The posterior of one parameter; subclasses say how theta is drawn and what the penalty is.
 
-    A subclass gives `theta` (a sample as a differentiable function of mean and noise) and `energy` (the penalty
-    before its division by the number of data). Everything else has a default: the noise is N(0, 1), `draw` and
-    `pullback` follow from `theta`, `energy_pull` from `energy`; they may be given in one pass each.
+    A subclass gives `drawing` (theta's formula) and `terms` (the formulas that the penalty, before its division by the
+    number of data, is the sum of), which every engine runs, or else `theta` and `energy`, which torch runs. The
+    gradients `pullback` and `energy_pull` follow from these by autograd; they may be given as formulas.
     """
 
     stochastic: ClassVar[bool] = True
@@ -80,6 +81,8 @@ class Posterior(Stored):
     """Whether there is anything to sample at all."""
     particles: ClassVar[bool] = False
     """Whether a draw is one of several values that are kept, by the number of the mode's member (`member_theta`)."""
+    p_drop: float = 0.0
+    """Of a formula that takes a mask, the probability of False."""
     neutral_noise: ClassVar[float] = 0.0
     """The noise with which `theta` is the mean."""
 
@@ -197,11 +200,9 @@ class Posterior(Stored):
         return self
 
     @property
-    def center(self) -> Center:
-        """The prior mean for a formula of one element."""
-        if self.constant is None:
-            return Center(given=True, tensors=(self.prior_center,), numbers=())
-        return Center(given=False, tensors=(), numbers=(self.constant,))
+    def center(self) -> Factor:
+        """The prior mean for a formula: a tensor, or a number where it is constant."""
+        return self.prior_center if self.constant is None or torch.compiler.is_compiling() else self.constant
 
     def learnable(self) -> tuple[nn.Parameter, ...]:
         """Return the trainable parameters of this module, beside the mean."""
@@ -252,23 +253,54 @@ class Posterior(Stored):
         """Return theta in mean mode."""
         return original
 
+    def drawing(self, mean: Tensor) -> "tuple[Formula, tuple[Any, ...]] | None":
+        """Return theta's formula, which takes noise and further inputs, and these; a fixed row keeps the first."""
+        return None
+
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return a sample, as a differentiable function of the mean and of `learnable()`."""
-        raise NotImplementedError
+        given = self.drawing(mean)
+        if given is None:
+            raise NotImplementedError
+        formula, inputs = given
+        dtype = state_dtype(mean)
+        found: Tensor = formula(noise, *(x.to(dtype) if isinstance(x, Tensor) else x for x in inputs))
+        return found.to(mean.dtype)
 
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta` of a draw where no gradient is wanted; may be given in a faster way."""
-        return self.theta(mean, self.noise_of(seed))
+    def draw(self, mean: Tensor, seed: Any) -> Tensor:
+        """Compute `theta` of a draw where no gradient is wanted."""
+        theta = torch.empty_like(mean, requires_grad=False)
+        job = self.job(mean, seed, theta)
+        if job is None:
+            return self.theta(mean, self.noise_of(seed))
+        run(job.formula, job.stream, job.inputs, job.outputs, p_drop=job.p_drop)
+        return self.settled(job)
 
-    def by_element(
-        self, element: fusion.Element, seed: int, ins: tuple[Tensor, ...], par: tuple[float, ...] = (), **kind: float
-    ) -> Tensor:
-        """Return a draw by a formula of one element; `ins` begin with the centre, which a fixed row keeps."""
-        theta = torch.empty_like(ins[0], requires_grad=False)
-        fusion.run(element, self.stream(seed), ins, (theta,), par, **kind)
+    def job(self, mean: Tensor, seed: Any, theta: Tensor) -> Job | None:
+        """Return what an engine has to do for a draw, which `settled` ends; None where there is no formula."""
+        given = self.drawing(mean)
+        return None if given is None else Job(given[0], self.stream(seed), given[1], (theta,), self.p_drop)
+
+    def settled(self, job: Job) -> Tensor:
+        """Return the theta of a job, with the fixed row as it was."""
+        theta = job.outputs[0]
         if self.fixed_row is not None:
-            theta[self.fixed_row] = ins[0][self.fixed_row]
+            theta[self.fixed_row] = job.inputs[0][self.fixed_row]
         return theta
+
+    def with_noise(
+        self, formula: Formula, seed: Any, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...] = ()
+    ) -> Tensor | None:
+        """Run a formula with the noise of a draw; return its sums without those of the fixed row, which has none."""
+        stream, row = self.stream(seed), self.fixed_row
+        sums = run(formula, stream, inputs, outputs, p_drop=self.p_drop)
+        if sums is None or row is None:
+            return sums
+        cut = [x[row] if isinstance(x, Tensor) and x.dim() else x for x in inputs]
+        place = stream._replace(shape=self.shape[1:], start=self.start + row * self.shape[1:].numel())
+        of_row = run(formula, place, cut, [torch.empty_like(y[row]) for y in outputs], p_drop=self.p_drop)
+        assert of_row is not None
+        return sums - of_row
 
     def core(self, mean: Tensor) -> Tensor:
         """Return what a calibrated spread is taken around: theta without its noise."""
@@ -284,9 +316,18 @@ class Posterior(Stored):
             return shards.drawn(self, mean, seed)
         return self.calibrated(mean, self.draw(mean, seed))
 
+    def terms(self, mean: Tensor, scale: float) -> Energy | None:
+        """Return the sums of formulas that `scale` times the penalty's sum is made of."""
+        return None
+
     def energy(self, mean: Tensor, scale: float) -> Tensor:
         """Return `scale` times the penalty's sum, a differentiable 0-dim tensor, float64 on a CPU."""
-        raise NotImplementedError
+        if self.flat:
+            return mean.new_zeros((), dtype=wide(mean))
+        terms = self.terms(mean, scale)
+        if terms is None:
+            raise NotImplementedError
+        return evaluated(terms)
 
     def member_theta(self, original: Tensor, number: int) -> Tensor:
         """Return a particle as a forward reads it."""

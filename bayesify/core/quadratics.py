@@ -1,20 +1,18 @@
-"""The Gaussian prior's term and its gradient: scale * precision/2 |m - theta0|^2, without overflow or lost digits."""
+"""The Gaussian prior's term and its gradient, as formulas of elements; energies as weighted sums of formulas."""
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bayesify.core.stored import LOW_PRECISION
-from bayesify.engine import fusion
+from bayesify.engine.dispatch import run, total, transformed
+from bayesify.engine.writing import Formula, several
 
 if TYPE_CHECKING:
     from bayesify.core.posterior import Posterior
 
-ROW = 1024  # elements that are summed in float32
 Factor = float | Tensor
 
 
@@ -29,62 +27,9 @@ def deviation(mean: Tensor, posterior: "Posterior") -> Tensor:
     return mean if posterior.zero_prior else mean - posterior.prior_center
 
 
-def axpy_(out: Tensor, tensor: Tensor, factor: Factor) -> Tensor:
-    """Add factor * tensor in place, finite wherever the exact product is, also for factors beyond float32."""
-    if isinstance(factor, Tensor):
-        return out.add_(tensor * factor)
-    if 1e-30 < abs(factor) < 1e30 or tensor.dtype == torch.float64:
-        return out.add_(tensor, alpha=factor)
-    return out.add_((tensor.cpu().double() * factor).to(out))
-
-
 def wide(tensor: Tensor) -> torch.dtype:
     """Return the dtype of sums over a tensor: float64 on a CPU; elsewhere the tensor's, as MPS has no float64."""
     return torch.float64 if tensor.device.type == "cpu" or tensor.dtype == torch.float64 else torch.float32
-
-
-def sum_of_squares(tensor: Tensor, factor: float) -> Tensor:
-    """Return sum (factor * x)^2 as a differentiable 0-dim tensor, without overflow on the way."""
-    dtype = wide(tensor)
-    if tensor.dtype == torch.float64 or not 1e-15 < factor < 1e15:
-        return (tensor.to(dtype) * factor).square().sum()
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return (tensor * factor).square().sum(dtype=dtype)
-    return square_norm(tensor) * factor**2
-
-
-def square_norm(tensor: Tensor) -> Tensor:
-    """Return sum x^2; by rows, because a float32 norm of ten million elements is off in the fourth digit."""
-    if tensor.numel() < ROW:
-        return tensor.to(wide(tensor)).square().sum()
-    flat = tensor.reshape(-1)
-    whole = flat.numel() // ROW * ROW
-    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
-    return rows.to(wide(tensor)).square().sum() + flat[whole:].to(wide(tensor)).square().sum()
-
-
-def quadratic_energy(mean: Tensor, posterior: "Posterior", precision: float, scale: float) -> Tensor:
-    """Return scale * precision/2 |m - theta0|^2, or 0 under a flat prior."""
-    if posterior.flat:
-        return mean.new_zeros((), dtype=wide(mean))
-    factor = math.sqrt(scale) * math.sqrt(precision / 2)
-    wants_grad = torch.is_grad_enabled() and mean.requires_grad
-    if not wants_grad and 1e-15 < factor < 1e15 and fusion.fused(mean, *posterior.center.tensors):
-        squares, _, _ = fusion.total(
-            SQUARES[posterior.center.given], (mean, *posterior.center.tensors), posterior.center.numbers
-        )
-        return mean.new_tensor(squares * factor**2, dtype=torch.float64)
-    return sum_of_squares(deviation(mean, posterior), factor)
-
-
-def quadratic_pull(mean: Tensor, posterior: "Posterior", factor: Factor) -> Tensor | None:
-    """Return factor (m - theta0), or None under a flat prior."""
-    if posterior.flat:
-        return None
-    away = deviation(mean.detach(), posterior)
-    if isinstance(factor, float) and factor and not ordinary(factor):
-        return axpy_(torch.zeros_like(away), away, factor).to(mean.dtype)
-    return (away * factor if posterior.zero_prior else away.mul_(factor)).to(mean.dtype)
 
 
 def host(coef: Tensor) -> Factor:
@@ -92,46 +37,80 @@ def host(coef: Tensor) -> Factor:
     return float(coef) if coef.device.type == "cpu" else coef
 
 
-def ordinary(factor: Factor) -> TypeGuard[float]:
-    """Tell whether float32 holds a factor, with room for what it is multiplied with."""
-    return isinstance(factor, float) and 1e-30 < abs(factor) < 1e30
+class Part(NamedTuple):
+    """Weighted sums of what a formula returns over its inputs, tensors and numbers."""
+
+    formula: Formula
+    inputs: tuple[Any, ...]
+    weights: tuple[float, ...]
 
 
-# -- formulas of one element; the prior mean is an array, the last of `ins`, or a number, the last of `par` -----------
+class Energy(NamedTuple):
+    """A penalty's sum: parts and a constant. The first sum of the first part is ((m - theta0)/unit)^2.
+
+    Attributes:
+        parts: The sums.
+        constant: What is added.
+        unit: The scale of the first sum.
+    """
+
+    parts: tuple[Part, ...]
+    constant: float = 0.0
+    unit: float = 1.0
 
 
-class Center(NamedTuple):
-    """The prior mean for such a formula."""
-
-    given: bool
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[float, ...]
-
-
-def constant_center(i: Any, ins: Any, par: Any) -> Any:
-    """Return theta0 where it is a constant."""
-    return par[-1]
+def summed(part: Part) -> Tensor:
+    """Return the sums of a part without their weights, differentiable where gradients are wanted."""
+    inputs = [x for x in part.inputs if isinstance(x, Tensor)]
+    if transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        found = several(part.formula(*part.inputs))
+        return torch.stack([x.sum(dtype=wide(x)) for x in found])
+    return total(part.formula, part.inputs).to(wide(inputs[0]))
 
 
-def given_center(i: Any, ins: Any, par: Any) -> Any:
-    """Return theta0 where it is an array."""
-    return ins[-1][i]
+def evaluated(energy: Energy) -> Tensor:
+    """Return an energy as a 0-dim tensor."""
+    terms = [s * w for part in energy.parts for s, w in zip(summed(part), part.weights, strict=True)]
+    found: Tensor = sum(terms[1:], terms[0]) + energy.constant
+    return found
 
 
-def by_center(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
-    """Make a formula for either kind of prior mean, to be chosen by `Center.given`."""
-    return make(constant_center), make(given_center)
+def scaled(tensors: tuple[Any, ...], *factors: Factor) -> tuple[Any, ...]:
+    """Return tensors in a precision that holds what they are multiplied with: float64 for numbers beyond float32."""
+    if all(isinstance(f, Tensor) or f == 0 or 1e-15 < abs(f) < 1e15 for f in factors):
+        return tensors
+    return tuple(x.to(wide(x)) if isinstance(x, Tensor) else x for x in tensors)
 
 
-def _square(center: Callable[..., Any]) -> Callable[..., Any]:
-    """Return (m - theta0)^2."""
-
-    def square(i: Any, ins: Any, par: Any) -> Any:
-        away = ins[0][i] - center(i, ins, par)
-        return away * away, NOTHING, NOTHING
-
-    return square
+def squares(m: Any, m0: Any, factor: Any) -> Any:
+    """Return (factor (m - theta0))^2."""
+    away = (m - m0) * factor
+    return away * away
 
 
-NOTHING = np.float32(0)
-SQUARES = by_center(_square)
+def pulled(m: Any, m0: Any, factor: Any) -> Any:
+    """Return factor (m - theta0)."""
+    return factor * (m - m0)
+
+
+def quadratic_terms(mean: Tensor, posterior: "Posterior", precision: float, scale: float) -> Energy:
+    """Return scale * precision/2 |m - theta0|^2."""
+    factor = math.sqrt(scale) * math.sqrt(precision / 2)
+    inputs = (*scaled((mean, posterior.center), factor), factor)
+    return Energy((Part(squares, inputs, (1.0,)),), unit=1 / factor if factor else math.inf)
+
+
+def quadratic_energy(mean: Tensor, posterior: "Posterior", precision: float, scale: float) -> Tensor:
+    """Return scale * precision/2 |m - theta0|^2, or 0 under a flat prior."""
+    if posterior.flat:
+        return mean.new_zeros((), dtype=wide(mean))
+    return evaluated(quadratic_terms(mean, posterior, precision, scale))
+
+
+def quadratic_pull(mean: Tensor, posterior: "Posterior", factor: Factor) -> Tensor | None:
+    """Return factor (m - theta0), or None under a flat prior."""
+    if posterior.flat:
+        return None
+    out = torch.empty_like(mean, requires_grad=False)
+    run(pulled, None, (*scaled((mean.detach(), posterior.center), factor), factor), (out,))
+    return out

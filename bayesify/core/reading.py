@@ -32,7 +32,7 @@ from bayesify.core.remade import Remaking
 from bayesify.core.replicas import agree
 from bayesify.core.seeds import shared_seed, training_seed
 from bayesify.core.start import Buffers
-from bayesify.engine.fusion import transformed
+from bayesify.engine.dispatch import transformed
 
 
 class Site(NamedTuple):

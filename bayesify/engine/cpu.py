@@ -27,6 +27,7 @@ from bayesify.engine.writing import ATANH, Formula, Kinds, Sorted, Writer, sort,
 
 KEEPS = name_alone()  # loops on disk: not where their names might be those of others
 TILE = 512  # counters at a time: their noise stays in the fastest cache
+FEW = 128  # elements that float32 sums without a bias, were they all equal
 PIECE = 1 << 15  # elements that are worth a thread
 SUMS = 16  # float64 numbers of a thread: two threads on one cache line would wait for each other
 
@@ -159,19 +160,19 @@ def tile(k0, k1, low, high, buffer):
 
 @cache
 def program(formula: Formula, kinds: Kinds, targets: Kinds) -> tuple[Callable[..., None], Callable[..., None], int]:
-    """Write the loops of a formula, for one thread and for several; of its sums where there are no targets."""
+    """Write the loops of a formula, for one thread and for several, and return how many of its results are summed."""
     made = write(NumbaWriter, "@inner", "{}[i]", "{}[i] = {}", formula, kinds, targets)
-    count = len(made.results)
+    summed = made.results[len(targets) :]
     own: dict[str, Any] = {
         "functions": made.functions,
         "all": made.all,
         "items": made.items,
         "held": made.held,
-        "count": count,
+        "count": len(summed),
         "BLOCK": BLOCK,
         "HALF": HALF,
         "TILE": TILE,
-        "STEP": BLOCK if targets else TILE,
+        "STEP": FEW if summed else BLOCK,
         "row": 8 * SUMS,
         "before": "",
         "each": "; ".join(made.stores),
@@ -183,29 +184,27 @@ def program(formula: Formula, kinds: Kinds, targets: Kinds) -> tuple[Callable[..
         "results": ", ".join(made.results),
     }
     own["views"] = "; ".join(f"{x} = carray(pointer({x}, {kind}), (hi,))" for x, kind in made.arrays.items())
-    if not targets:  # float32 holds the sum of a tile, not that of a tensor
-        own["before"] = f"{' = '.join(f's{j}' for j in range(count))} = {made.real}(0)"
-        own["each"] = "; ".join(f"s{j} += r{j}" for j in range(count))
-        own["after"], own["apply"] = "; ".join(f"totals[{j}] += s{j}" for j in range(count)), "adding"
+    if summed:  # float32 holds the sum of a few, not that of a tensor
+        own["before"] = f"{' = '.join(f's{r}' for r in summed)} = {made.real}(0)"
+        own["each"] = "; ".join([*made.stores, *(f"s{r} += {r}" for r in summed)])
+        own["after"], own["apply"] = "; ".join(f"totals[{j}] += s{r}" for j, r in enumerate(summed)), "adding"
     if made.noise:
         own |= {"buffer": ", buffer, shift, bound", "item": "buffer[u64(shift + j)], bound"}
         own["tile"] = TILED.format(**own)
     own["loops"] = (NOISY if made.noise else PLAIN).format(**own)
     module = imported(TEXT.format(**own), __file__)
-    return module.serial, module.several, count
+    return module.serial, module.several, len(summed)
 
 
-def run(formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], p_drop: float) -> None:
-    """Run a formula over CPU tensors."""
+def run(
+    formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], size: int, p_drop: float
+) -> Tensor | None:
+    """Run a formula over CPU tensors; tiles are summed in their own precision, which holds them, the rest in float64."""
     given = sort(inputs, outputs, held=False)
-    size = outputs[0].numel()
-    _call(program(formula, given.kinds, given.targets), given, stream, p_drop, size, _pieces(size), 0)
-
-
-def total(formula: Formula, stream: Any, inputs: Sequence[Any], size: int, p_drop: float) -> Tensor:
-    """Sum a formula over CPU tensors: tiles in their own precision, which holds these, and the rest in float64."""
-    given = sort(inputs, (), held=False)
-    found, pieces = program(formula, given.kinds, ()), _pieces(size)
+    found, pieces = program(formula, given.kinds, given.targets), _pieces(size)
+    if not found[2]:
+        _call(found, given, stream, p_drop, size, pieces, 0)
+        return None
     totals = np.zeros((pieces, SUMS))
     _call(found, given, stream, p_drop, size, pieces, totals.ctypes.data)
     return torch.from_numpy(totals[:, : found[2]].sum(0))
@@ -218,10 +217,13 @@ def _call(found: Any, given: Sorted, stream: Any, p_drop: float, size: int, piec
         start, words = stream.start, (*words_of(int(stream.key)), *words_of(int(stream.seed)))
     arguments = (*(t.data_ptr() for t in given.arrays), *given.numbers)
     tail = (size, start, totals, *words, drop_bound(p_drop))
-    if size and pieces == 1:
-        serial(*arguments, 0, *tail)
-    elif size:
-        several(pieces, *arguments, *tail)
+    if size:
+        launch(serial if pieces == 1 else several, 0 if pieces == 1 else pieces, arguments, tail)
+
+
+def launch(loop: Any, first: int, arguments: Sequence[Any], tail: Sequence[Any]) -> None:
+    """Call a loop: the one place where it is done."""
+    loop(*arguments, 0, *tail) if first == 0 else loop(first, *arguments, *tail)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -46,61 +46,53 @@ class Job(NamedTuple):
 
 
 def run(
-    formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], *, p_drop: float = 0.0
-) -> None:
-    """Write what a formula returns to the outputs.
+    formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor] = (), *, p_drop: float = 0.0
+) -> Tensor | None:
+    """Write what a formula returns to the outputs; return the sums of the results beyond them, if there are any.
 
     Args:
         formula: See the module.
         stream: Where the noise comes from; None where the formula takes none.
         inputs: What it is called with.
-        outputs: A tensor for each of its results.
+        outputs: A tensor for each of its first results.
         p_drop: The probability with which a mask is False.
     """
     inputs, outputs = _flattened(inputs, outputs)
-    size = _size(outputs + [x for x in inputs if isinstance(x, Tensor)])
+    size = _size([*outputs, *(x for x in inputs if isinstance(x, Tensor))])
     engine = _engine([*inputs, *outputs])
     if engine is None:
-        _run_by_torch(formula, stream, inputs, outputs, p_drop, size)
-        return
-    engine.run(formula, stream, inputs, outputs, p_drop)
+        return _run_by_torch(formula, stream, inputs, outputs, p_drop, size)
+    sums: Tensor | None = engine.run(formula, stream, inputs, outputs, size, p_drop)
     _raise_versions(inputs, outputs)
+    return sums
 
 
 def total(formula: Formula, inputs: Sequence[Any], stream: Any = None, *, p_drop: float = 0.0) -> Tensor:
     """Return the sums of what a formula returns over all elements, where the inputs are; float64 where there is any."""
-    inputs, _ = _flattened(inputs, [])
-    size = _size([x for x in inputs if isinstance(x, Tensor)])
-    engine = _engine(inputs)
-    if engine is None:
-        return _total_by_torch(formula, stream, inputs, p_drop, size)
-    sums: Tensor = engine.total(formula, stream, inputs, size, p_drop)
+    sums = run(formula, stream, inputs, p_drop=p_drop)
+    assert sums is not None
     return sums
 
 
-def run_all(jobs: Sequence[Job]) -> None:
-    """Run formulas over many tensors: on a GPU in a launch for each formula and kind of arguments."""
-    for engine, _, group, alone in _grouped(jobs):
-        if engine is None:
-            for job in alone:
-                run(job.formula, job.stream, job.inputs, job.outputs, p_drop=job.p_drop)
-        else:
-            engine.run_all(group)
-            for job in alone:
-                _raise_versions(job.inputs, job.outputs)
+def run_all(jobs: Sequence[Job]) -> Tensor | None:
+    """Run formulas over many tensors of a device: on a GPU in a launch for each formula and kind of arguments.
 
-
-def total_all(jobs: Sequence[Job]) -> Tensor:
-    """Return the sums of formulas with equally many results over many tensors of a device: a row for each job."""
+    Of sums, of which all formulas have equally many, there is a row for each job.
+    """
     parts, order = [], []
     for engine, places, group, alone in _grouped(jobs):
-        order += places
         if engine is None:
-            parts += [total(j.formula, j.inputs, j.stream, p_drop=j.p_drop).unsqueeze(0) for j in alone]
+            found = [run(j.formula, j.stream, j.inputs, j.outputs, p_drop=j.p_drop) for j in alone]
+            sums = None if found[0] is None else torch.stack(found)  # type: ignore[arg-type]
         else:
-            parts.append(engine.total_all(group))
+            sums = engine.run_all(group)
+            for job in alone:
+                _raise_versions(job.inputs, job.outputs)
+        if sums is not None:
+            parts.append(sums)
+            order += places
     if order == list(range(len(order))):
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
     rows = [row for part in parts for row in part]
     return torch.stack([rows[order.index(i)] for i in range(len(rows))])
 
@@ -112,6 +104,19 @@ def fresh(likes: Sequence[Tensor]) -> list[Tensor]:
         made: list[Tensor] = engine.fresh(likes)
         return made
     return [torch.empty_like(t, requires_grad=False) for t in likes]
+
+
+def sent(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device, which is not waited for: they are sent again only where they changed."""
+    if device.type == "cpu" or torch.compiler.is_compiling():
+        return torch.tensor(rows, dtype=torch.float64, device=device)
+    return _sent(tuple(map(tuple, rows)), device)
+
+
+@lru_cache(maxsize=64)
+def _sent(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    found = torch.tensor(rows, dtype=torch.float64 if device.type in ENGINES else torch.float32)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
 
 
 def transformed() -> bool:
@@ -196,12 +201,17 @@ def ready(name: str) -> ModuleType | None:
     return engine
 
 
+def in_use() -> list[str]:
+    """Return the names of the engines that have been imported."""
+    return [name for name, module in MODULES.items() if module in sys.modules]
+
+
 def _probe(engine: ModuleType) -> None:
     """Raise unless a first, small kernel gives the defined numbers."""
     device = next((d for d in ("cuda", "xpu") if getattr(torch, d).is_available()), "cpu")
     stream = SimpleNamespace(seed=1, key=2, shape=(4,), start=0, device="cpu")
     out = torch.empty(4, dtype=torch.int32, device=device)
-    engine.run(as_word, stream, (), [out], 0.0)
+    engine.run(as_word, stream, (), [out], 4, 0.0)
     if not torch.equal(out.cpu(), generator.tensor("word", stream, torch.float32)):
         raise RuntimeError("a kernel gave wrong numbers")
 
@@ -301,31 +311,23 @@ def _cut(stream: Any, inputs: Sequence[Any], first: int, count: int) -> tuple[An
 @torch.no_grad()
 def _run_by_torch(
     formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], p_drop: float, size: int
-) -> None:
+) -> Tensor | None:
     dtype = _precision([*inputs, *outputs])
     flat = [x.detach().reshape(-1) if isinstance(x, Tensor) and x.dim() else x for x in inputs]
     whole = [y.detach().view(-1) if y.is_contiguous() else y.new_empty(y.numel()) for y in outputs]
-    for first, count in _pieces(outputs[0].device, size):
+    device = next(x.device for x in (*whole, *flat) if isinstance(x, Tensor) and x.dim())
+    wide = torch.float64 if device.type in ENGINES else torch.float32  # others, such as MPS, have no float64
+    sums: Tensor | None = None
+    for first, count in _pieces(device, size):
         found = by_torch(formula, *_cut(stream, flat, first, count), dtype, p_drop)
-        for y, piece in zip(whole, found, strict=True):
+        for y, piece in zip(whole, found, strict=False):
             y[first : first + count].copy_(piece)
+        if len(found) > len(whole):
+            piece = torch.stack([x.sum(dtype=wide) for x in found[len(whole) :]])
+            sums = piece if sums is None else sums + piece
     for y, target in zip(whole, outputs, strict=True):
         if not target.is_contiguous():
             target.copy_(y.view(target.shape))
-    _raise_versions(inputs, [y for y in outputs if y.is_contiguous()])
-
-
-@torch.no_grad()
-def _total_by_torch(formula: Formula, stream: Any, inputs: Sequence[Any], p_drop: float, size: int) -> Tensor:
-    flat = [x.detach().reshape(-1) if isinstance(x, Tensor) and x.dim() else x for x in inputs]
-    device = next(x.device for x in flat if isinstance(x, Tensor) and x.dim())
-    dtype = torch.float64 if device.type in ENGINES else torch.float32  # others, such as MPS, have no float64
-    sums: Tensor | None = None
-    for first, count in _pieces(device, size):
-        found = by_torch(formula, *_cut(stream, flat, first, count), _precision(inputs), p_drop)
-        piece = torch.stack([x.sum(dtype=dtype) for x in found])
-        sums = piece if sums is None else sums + piece
-    assert sums is not None
     return sums
 
 

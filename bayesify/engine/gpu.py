@@ -71,23 +71,23 @@ def grouped(table, owners, seed: tl.int64, bound: tl.int64, held, totals, HELD: 
 """
 NOISE = """k0, k1 = secret((key & 0xFFFFFFFF).to(u32), (key >> 32).to(u32), (seed & 0xFFFFFFFF).to(u32), (seed >> 32).to(u32))
     a, b = pair(k0, k1, (first & 0xFFFFFFFF).to(u32) + lane.to(u32), (first >> 32).to(u32))"""
-SUM = "tl.store(totals + (2 * slot + half) * {count} + {j}, tl.sum(tl.where(inside, r{j}, 0.0), 0).to(f64))"
+SUM = "tl.store(totals + (2 * slot + half) * {count} + {j}, tl.sum(tl.where(inside, {r}, 0.0), 0).to(f64))"
 
 
 class Kernels(NamedTuple):
-    """The kernels of a formula, for one tensor and for many, and how many results it has."""
+    """The kernels of a formula, for one tensor and for many, and how many of its results are summed."""
 
     kernel: Any
     grouped: Any
-    results: int
+    sums: int
 
 
 @cache
 def program(formula: Formula, kinds: Kinds, targets: Kinds) -> Kernels:
-    """Write the kernels of a formula; of its sums where there are no targets."""
+    """Write the kernels of a formula, whose results beyond the targets are summed."""
     load, store = "tl.load({} + at + lane, inside, 1.0)", "tl.store({} + at + lane, {}, inside)"
     made = write(TritonWriter, "@triton.jit", load, store, formula, kinds, targets)
-    count, numbers = len(made.results), {x: str(kinds[int(x[1:])]) for x in made.numbers}
+    summed, numbers = made.results[len(targets) :], {x: str(kinds[int(x[1:])]) for x in made.numbers}
     arguments = [*made.arrays, *(x if kind[0] == "&" else f"{x}: tl.float64" for x, kind in numbers.items())]
     scalars = [
         f"{x} = tl.load({x}).to(f64)" if kind[0] == "&" else f"{x} = tl.full((), {x}, f64)"
@@ -108,13 +108,13 @@ def program(formula: Formula, kinds: Kinds, targets: Kinds) -> Kernels:
         width=HEAD + len(made.arrays) + len(numbers),
         noise=NOISE if made.noise else "",
         item="(a if half == 0 else b), bound" if made.noise else "",
-        each="; ".join(made.stores or [SUM.format(count=count, j=j) for j in range(count)]),
+        each="; ".join([*made.stores, *(SUM.format(count=len(summed), j=j, r=r) for j, r in enumerate(summed))]),
         arguments="".join(f"{x}, " for x in arguments),
         scalars="; ".join(scalars),
         rows="; ".join(rows),
     )
     module = imported(text, __file__)
-    return Kernels(module.kernel, module.grouped, count)
+    return Kernels(module.kernel, module.grouped, len(summed))
 
 
 def programs(size: int, start: int) -> int:
@@ -135,19 +135,16 @@ def address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def run(formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], p_drop: float) -> None:
-    """Run a formula over tensors of a GPU."""
+def run(
+    formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], size: int, p_drop: float
+) -> Tensor | None:
+    """Run a formula over tensors of a GPU; a thousand elements are summed by a tree, what is left in float64."""
     given = sort(inputs, outputs, held=True)
-    kernel = program(formula, given.kinds, given.targets).kernel
-    _launch_one(kernel, given, stream, p_drop, outputs[0].numel(), outputs[0])
-
-
-def total(formula: Formula, stream: Any, inputs: Sequence[Any], size: int, p_drop: float) -> Tensor:
-    """Sum a formula over tensors of a GPU: a thousand elements by a tree, what is left in float64."""
-    given = sort(inputs, (), held=True)
-    found = program(formula, given.kinds, ())
-    rows = 2 * programs(size, 0 if stream is None else stream.start)
-    totals = torch.empty(rows, found.results, dtype=torch.float64, device=given.arrays[0].device)
+    found, first = program(formula, given.kinds, given.targets), given.arrays[0]
+    if not found.sums:
+        _launch_one(found.kernel, given, stream, p_drop, size, first)
+        return None
+    totals = torch.empty(2 * _count(stream, size), found.sums, dtype=torch.float64, device=first.device)
     _launch_one(found.kernel, given, stream, p_drop, size, totals)
     return totals.sum(0)
 
@@ -184,18 +181,15 @@ class Group(NamedTuple):
     rows: list[tuple[Sorted, Any, int]]
 
 
-def run_all(group: Group) -> None:
-    """Run a formula over many tensors in one launch."""
+def run_all(group: Group) -> Tensor | None:
+    """Run a formula over many tensors in one launch; of sums there is a row for each tensor."""
     given = group.rows[0][0]
-    _launch_group(program(group.formula, given.kinds, given.targets).grouped, group, given.arrays[0])
-
-
-def total_all(group: Group) -> Tensor:
-    """Sum a formula over each of many tensors: a row for each."""
-    given = group.rows[0][0]
-    found, device = program(group.formula, given.kinds, ()), given.arrays[0].device
+    found, device = program(group.formula, given.kinds, given.targets), given.arrays[0].device
+    if not found.sums:
+        _launch_group(found.grouped, group, given.arrays[0])
+        return None
     counts = tuple(2 * _count(stream, size) for _, stream, size in group.rows)
-    totals = torch.empty(sum(counts), found.results, dtype=torch.float64, device=device)
+    totals = torch.empty(sum(counts), found.sums, dtype=torch.float64, device=device)
     _launch_group(found.grouped, group, totals)
     return torch.segment_reduce(totals, "sum", lengths=_sent((counts, device)), axis=0)
 

@@ -61,11 +61,6 @@ class Stream:
         """The key of the tensor's counters."""
         return secret(words_of(self.key), words_of(self.seed))
 
-    @property
-    def key_words(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The words of key and seed, from which a kernel computes the secret itself."""
-        return words_of(int(self.key)), words_of(int(self.seed))
-
     def normal(self) -> Tensor:
         """Return N(0, 1), to the precision of float32."""
         own = self._next()

@@ -1,20 +1,19 @@
 """MC-dropout on weights: each element is the trained value or falls back to the prior mean."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import Factor, by_center, quadratic_energy, quadratic_pull
-from bayesify.engine import fusion
+from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
+from bayesify.engine.dispatch import run
 from bayesify.engine.noise import Stream
+from bayesify.engine.writing import Formula
 
 MEANS = ("kept", "expected")
 
@@ -110,36 +109,25 @@ class DropoutPosterior(Posterior):
         """Return the mask z."""
         return stream.keep_mask(self.p_drop)
 
-    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return z m + (1-z) theta0."""
-        return torch.where(noise, mean, self.prior_center)
-
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta`."""
-        center = self.center
-        if not fusion.fused(mean, *center.tensors):
-            return super().draw(mean, seed)
-        ins = (mean, *center.tensors)
-        return self.by_element(CHOICES[center.given], seed, ins, center.numbers, p_drop=self.p_drop)
+        return choice, (mean, self.center)
 
     @property
     def precision(self) -> float:
         """(1-p)/sigma^2, the curvature of the energy."""
         return (1 - self.p_drop) / self.prior_sig / self.prior_sig
 
-    def energy(self, mean: Tensor, scale: float) -> Tensor:
+    def terms(self, mean: Tensor, scale: float) -> Energy:
         """Return (1-p)/(2 sigma^2) |m - theta0|^2."""
-        return quadratic_energy(mean, self, self.precision, scale)
+        return quadratic_terms(mean, self, self.precision, scale)
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return grad * z."""
         if not self.random:
             return (grad,)
-        whole = grad.contiguous()
-        if not fusion.fused(whole):
-            return (torch.where(self.noise_of(seed), grad, 0),)
-        out = torch.empty_like(whole)
-        fusion.run(_masked, self.stream(seed), (whole,), (out,), p_drop=self.p_drop)
+        out = torch.empty_like(grad)
+        run(masked, self.stream(seed), (grad,), (out,), p_drop=self.p_drop)
         if self.fixed_row is not None:
             out[self.fixed_row] = grad[self.fixed_row]
         return (out,)
@@ -149,24 +137,11 @@ class DropoutPosterior(Posterior):
         return (quadratic_pull(mean, self, coef * self.precision + pull / self.prior_sig**2),)
 
 
-# -- formulas of one element -------------------------------------------------------------------------------------------
-
-
-def _choice(center: Callable[..., Any]) -> Callable[..., Any]:
+def choice(keep: Any, m: Any, m0: Any) -> Any:
     """Return z m + (1-z) theta0."""
-
-    def choice(i: Any, z: Any, ins: Any, outs: Any, par: Any) -> None:
-        m, c = ins[0][i], center(i, ins, par)  # both are read, so that the choice needs no branch
-        outs[0][i] = m if z else c
-
-    return choice
+    return torch.where(keep, m, m0)
 
 
-def _masked(i: Any, z: Any, ins: Any, outs: Any, par: Any) -> None:
+def masked(keep: Any, g: Any) -> Any:
     """Return z g."""
-    g = ins[0][i]
-    outs[0][i] = g if z else ZERO
-
-
-ZERO = np.float32(0)
-CHOICES = by_center(_choice)
+    return torch.where(keep, g, 0.0)

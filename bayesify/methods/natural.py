@@ -14,20 +14,17 @@ penalty (a GradScaler's) is a factor on them. So that clipping the norm of all g
 they are, rho's are multiplied by 0.01/sqrt(W) (`step_size`), and `param_groups` divides the learning rate by it.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from bayesify.core.quadratics import Factor
-from bayesify.engine import elements, fusion
+from bayesify.core.posterior import Posterior
+from bayesify.engine.writing import Formula
 
 MEMORY = 0.05  # weight of a backward pass in the running means
 LARGEST = 6.0  # bound of h s^2/kappa, whose least value is 0
 
 
-def pull_spread(posterior: Any, seed: int, grad: Tensor) -> Tensor | None:
+def pull_spread(posterior: Posterior, formula: Formula, seed: int, grad: Tensor, rho: Tensor) -> Tensor | None:
     """Return h s^2/kappa times the step size, in units of rho, and add g eps s to the running sums if it is finite.
 
     None before the first backward pass of a penalty, which says what kappa is.
@@ -35,41 +32,15 @@ def pull_spread(posterior: Any, seed: int, grad: Tensor) -> Tensor | None:
     step = posterior.step
     if step is None:
         return None
-    inverse = 1 / step.grad if step.grad else 0.0  # a penalty that is multiplied by 0 asks for no step
+    inverse = 1 / step.grad if isinstance(step.grad, Tensor) or step.grad else 0.0  # times 0 asks for no step
     factor = step.ratio * inverse * inverse / step.kappa if step.kappa else 0.0
-    noise, out = _noise_and_step(posterior, seed, grad, factor, step.size * step.grad)
+    out = torch.empty_like(rho)
+    seen = posterior.with_noise(formula, seed, (grad, rho, factor, step.size * step.grad), (out,))
+    assert seen is not None
+    if posterior.fixed_row is not None:
+        out[posterior.fixed_row] = 0
     before = posterior.observed
     assert before is not None
-    sums = torch.stack([noise.sum() * inverse, noise.square().sum() * (inverse * inverse)]).to(before)
+    sums = torch.stack([seen[0] * inverse, seen[1] * (inverse * inverse)]).to(before)
     before.copy_(torch.where(sums.isfinite().all(), torch.lerp(before, sums, MEMORY), before))
     return out
-
-
-def _noise_and_step(posterior: Any, seed: int, grad: Tensor, factor: Factor, scale: Factor) -> tuple[Tensor, Tensor]:
-    """Return g eps s, and scale min(factor (g s)^2, LARGEST) d rho/d log s."""
-    rho, whole = posterior.rho.detach(), grad.contiguous()
-    if isinstance(factor, float) and isinstance(scale, float) and fusion.fused(rho, whole):
-        noise, out = torch.empty_like(rho), torch.empty_like(rho)
-        fusion.run(posterior.formulas.natural, posterior.stream(seed), (whole, rho), (noise, out), (factor, scale))
-    else:
-        s, unit = posterior.spread_and_unit()
-        each = grad.to(s.dtype) * s
-        out = each.square().mul_(factor).clamp_(max=LARGEST).mul_(unit).mul_(scale)
-        noise = each.mul_(posterior.noise_of(seed))
-    if posterior.fixed_row is not None:
-        noise[posterior.fixed_row], out[posterior.fixed_row] = 0, 0
-    return noise, out
-
-
-def natural_formula(std: Callable[..., Any], slope: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the formula of `_noise_and_step` for one element, for a link s = std(rho)."""
-
-    def natural(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
-        rho = ins[1][i]
-        s = std(rho)
-        g = ins[0][i] * s
-        data, most = par[0] * (g * g), elements.like(LARGEST, rho)
-        outs[0][i] = g * eps
-        outs[1][i] = par[1] * (most if data > most else data) * (s / slope(rho, s))
-
-    return natural

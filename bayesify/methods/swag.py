@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part
 from bayesify.core.method import Tempered
-from bayesify.core.moments import CollectedPosterior
+from bayesify.core.moments import CollectedPosterior, collected
 from bayesify.core.posterior import Posterior, Prior, state_dtype
 from bayesify.core.seeds import is_whole
 from bayesify.core.wrap import named_posteriors
+from bayesify.engine.dispatch import run
 from bayesify.engine.noise import name_key
 from bayesify.methods.cycles import Stages
 from bayesify.prediction.statistics import STALE
@@ -189,9 +190,8 @@ class SWAGPosterior(CollectedPosterior):
             self.average, self.scatter, self.iterates = theta, torch.zeros_like(theta), theta.unsqueeze(0).clone()
             return
         n = int(self.count.add_(1))
-        away = theta - self.average
-        self.average.add_(away, alpha=1 / n)
-        self.scatter.addcmul_(away, away, value=(n - 1) / n)
+        moments = (self.average, self.scatter)
+        run(collected, None, (theta, *moments, 1 / n, 1.0, (n - 1) / n), moments)
         if len(self.iterates) < self.rank:
             self.iterates = torch.cat([self.iterates, theta.unsqueeze(0)])
         else:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bayesify.core.method import Method
 from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import Factor, quadratic_energy, quadratic_pull
+from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class VanillaPosterior(Posterior):
         """Return the parameter."""
         return mean
 
-    def energy(self, mean: Tensor, scale: float) -> Tensor:
+    def terms(self, mean: Tensor, scale: float) -> Energy:
         """Return wd/2 |theta - theta0|^2."""
-        return quadratic_energy(mean, self, self.wd, scale)
+        return quadratic_terms(mean, self, self.wd, scale)
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient at theta, as it is."""

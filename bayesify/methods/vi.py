@@ -13,144 +13,97 @@ from torch.nn import functional as F
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import (
-    Factor,
-    axpy_,
-    by_center,
-    ordinary,
-    quadratic_energy,
-    quadratic_pull,
-    state_dtype,
-    wide,
-)
+from bayesify.core.quadratics import Energy, Factor, Part, scaled, squares, state_dtype
 from bayesify.core.scales import LEAST_CHANGE, START
-from bayesify.engine import elements, fusion
-from bayesify.methods.natural import natural_formula, pull_spread
+from bayesify.engine.dispatch import run
+from bayesify.engine.writing import Formula
+from bayesify.methods.natural import LARGEST, pull_spread
 
 CLAMP_MIN = 1e-8
 
 
 class Link(NamedTuple):
-    """A positive link s = g(rho), for tensors and for one element.
+    """A positive link s = g(rho), and the formulas of it.
 
     Attributes:
         std: g.
-        slope: g', of (rho, s).
-        log_std: log s, of (rho, s).
+        unit: d rho/d log s = s/g'(rho), of (rho, s).
         inverse: The rho of an s.
-        formulas: Its `Formulas`.
+        draw: m + eps s.
+        pull: The gradient g eps g'(rho) of rho.
+        natural: The natural step of a sample, with the sums of g eps s and its square.
+        energy: The gradients of the KL term.
+        natural_energy: The same with the natural step of rho.
+        terms: The sums of the KL term.
+        spread: Those of them without m.
     """
 
-    std: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]
-    log_std: Callable[[Tensor, Tensor], Tensor]
+    std: Callable[[Any], Any]
+    unit: Callable[[Any, Any], Any]
     inverse: Callable[[float], float]
-    formulas: "Formulas"
+    draw: Formula
+    pull: Formula
+    natural: Formula
+    energy: Formula
+    natural_energy: Formula
+    terms: Formula
+    spread: Formula
 
 
-class Formulas(NamedTuple):
-    """What is done with one element, in one pass; the last three for either kind of prior mean."""
-
-    draw: Callable[..., Any]
-    pull: Callable[..., Any]
-    natural: Callable[..., Any]
-    terms: tuple[Callable[..., Any], ...]
-    energy: tuple[Callable[..., Any], ...]
-    natural_energy: tuple[Callable[..., Any], ...]
-
-
-def _formulas(std: Callable[..., Any], slope: Callable[..., Any], log_std: Callable[..., Any]) -> Formulas:
+def _link(
+    std: Callable[[Any], Any],
+    slope: Callable[[Any, Any], Any],
+    log_std: Callable[[Any, Any], Any],
+    inverse: Callable[[float], float],
+) -> Link:
     """Write the formulas for a link g = std(rho), g' = slope(rho, s), log g = log_std(rho, s)."""
 
-    def draw(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
-        outs[0][i] = ins[0][i] + eps * std(ins[1][i])
+    def unit(rho: Any, s: Any) -> Any:
+        return s / slope(rho, s)
 
-    def pull(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
-        rho = ins[1][i]
-        outs[0][i] = ins[0][i] * eps * slope(rho, std(rho))
+    def draw(eps: Any, m: Any, rho: Any) -> Any:
+        return m + eps * std(rho)
 
-    def make_energy(center: Callable[..., Any]) -> Callable[..., Any]:
-        def energy(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
-            rho = ins[1][i]
-            s = std(rho)
-            outs[0][i] = par[0] * (ins[0][i] - center(i, ins, par))
-            outs[1][i] = (par[1] * s - par[2] / s) * slope(rho, s)
+    def pull(eps: Any, g: Any, rho: Any) -> Any:
+        return g * eps * slope(rho, std(rho))
 
-        return energy
+    def natural(eps: Any, g: Any, rho: Any, factor: Any, scale: Any) -> Any:
+        s = std(rho)
+        each = g * s
+        noise = each * eps
+        return scale * torch.clamp(factor * (each * each), max=LARGEST) * unit(rho, s), noise, noise * noise
 
-    def make_natural_energy(center: Callable[..., Any]) -> Callable[..., Any]:
-        def natural_energy(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
-            rho = ins[1][i]
-            s = std(rho)
-            outs[0][i] = par[0] * (ins[0][i] - center(i, ins, par))
-            outs[1][i] = (par[1] * s * s - par[2]) * (s / slope(rho, s))
+    def energy(m: Any, rho: Any, m0: Any, first: Any, second: Any, third: Any) -> Any:
+        s = std(rho)
+        return first * (m - m0), (second * s - third / s) * slope(rho, s)
 
-        return natural_energy
+    def natural_energy(m: Any, rho: Any, m0: Any, first: Any, second: Any, third: Any) -> Any:
+        s = std(rho)
+        return first * (m - m0), (second * s * s - third) * unit(rho, s)
 
-    def make_terms(center: Callable[..., Any]) -> Callable[..., Any]:
-        def terms(i: Any, ins: Any, par: Any) -> Any:
-            away, rho = ins[0][i] - center(i, ins, par), ins[1][i]
-            s = std(rho)
-            return away * away, s * s, log_std(rho, s)
+    def spread(rho: Any, precision: Any) -> Any:
+        s = std(rho)
+        return (s * precision) ** 2, log_std(rho, s)
 
-        return terms
+    def terms(m: Any, rho: Any, m0: Any, precision: Any) -> Any:
+        return squares(m, m0, precision), *spread(rho, precision)
 
-    natural, by_prior = natural_formula(std, slope), (make_terms, make_energy, make_natural_energy)
-    return Formulas(draw, pull, natural, *(by_center(make) for make in by_prior))
+    return Link(std, unit, inverse, draw, pull, natural, energy, natural_energy, terms, spread)
 
 
-def _clamp(rho: Tensor) -> Tensor:
+def _clamp(rho: Any) -> Any:
     """Return max(rho, 1e-8) with slope 1 on either side: a spread that fell to the floor must be able to rise again."""
     return torch.where(rho < CLAMP_MIN, CLAMP_MIN + (rho - rho.detach()), rho)
 
 
-def _clamp_element(rho: Any) -> Any:
-    floor = elements.like(CLAMP_MIN, rho)
-    return floor if rho < floor else rho
-
-
-def _one_element(rho: Any, s: Any) -> Any:
-    return elements.ONE
-
-
-def _sigmoid_element(rho: Any, s: Any) -> Any:
-    return elements.sigmoid(rho)
-
-
-def _log_element(rho: Any, s: Any) -> Any:
-    return elements.log(s)
-
-
-def _s_element(rho: Any, s: Any) -> Any:
-    return s
-
-
-def _rho_element(rho: Any, s: Any) -> Any:
-    return rho
+def _log(rho: Any, s: Any) -> Any:
+    return torch.log(s)
 
 
 LINKS = {
-    "softplus": Link(
-        std=F.softplus,
-        slope=lambda rho, s: torch.sigmoid(rho),
-        log_std=lambda rho, s: s.log(),
-        inverse=lambda s: s + math.log(-math.expm1(-s)),
-        formulas=_formulas(elements.softplus, _sigmoid_element, _log_element),
-    ),
-    "exp": Link(
-        std=torch.exp,
-        slope=lambda rho, s: s,
-        log_std=lambda rho, s: rho,
-        inverse=math.log,
-        formulas=_formulas(elements.exp, _s_element, _rho_element),
-    ),
-    "clamp": Link(
-        std=_clamp,
-        slope=lambda rho, s: torch.ones_like(rho),
-        log_std=lambda rho, s: s.log(),
-        inverse=lambda s: max(s, CLAMP_MIN),
-        formulas=_formulas(_clamp_element, _one_element, _log_element),
-    ),
+    "softplus": _link(F.softplus, lambda rho, s: torch.sigmoid(rho), _log, lambda s: s + math.log(-math.expm1(-s))),
+    "exp": _link(torch.exp, lambda rho, s: s, lambda rho, s: rho, math.log),
+    "clamp": _link(_clamp, lambda rho, s: 1.0, _log, lambda s: max(s, CLAMP_MIN)),
 }
 
 
@@ -247,17 +200,6 @@ class VIPosterior(Posterior):
         self.natural = True
         self.register_buffer("observed", torch.zeros(2, dtype=self.rho.dtype, device=self.rho.device))
 
-    @property
-    def formulas(self) -> Formulas:
-        """The formulas of one element of its link."""
-        return LINKS[self.link].formulas
-
-    def spread_and_unit(self) -> tuple[Tensor, Tensor]:
-        """Return s and d rho / d log s = s/g'(rho)."""
-        rho, link = self.rho.detach(), LINKS[self.link]
-        s = link.std(rho)
-        return s, s / link.slope(rho, s)
-
     def check_tensor(self, name: str, tensor: Tensor) -> None:
         """Raise unless one tensor of a stored state fits; the running sums are two numbers."""
         if name == "observed":
@@ -269,7 +211,7 @@ class VIPosterior(Posterior):
     @property
     def own_std(self) -> Tensor:
         """The posterior's s = g(rho)."""
-        std = LINKS[self.link].std(self.rho.detach())
+        std: Tensor = LINKS[self.link].std(self.rho.detach())
         if self.fixed_row is not None:
             std = std.clone()
             std[self.fixed_row] = 0
@@ -289,45 +231,23 @@ class VIPosterior(Posterior):
         """Return rho."""
         return (self.rho,)
 
-    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return m + eps * g(rho)."""
-        return torch.addcmul(mean.to(noise.dtype), noise, LINKS[self.link].std(self.rho)).to(mean.dtype)
+        return LINKS[self.link].draw, (mean, self.rho)
 
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta`."""
-        if not fusion.fused(mean, self.rho):
-            return super().draw(mean, seed)
-        return self.by_element(LINKS[self.link].formulas.draw, seed, (mean, self.rho))
-
-    def energy(self, mean: Tensor, scale: float) -> Tensor:
+    def terms(self, mean: Tensor, scale: float) -> Energy:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)).
 
         sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
         """
-        if self.flat:
-            return mean.new_zeros((), dtype=wide(mean))
-        factor, center, link = scale / 2 * self.precision, self.center, LINKS[self.link]
-        if not torch.is_grad_enabled() and ordinary(factor) and fusion.fused(mean, self.rho, *center.tensors):
-            ins = (mean, self.rho, *center.tensors)
-            away, squares, logs = fusion.total(link.formulas.terms[center.given], ins, center.numbers)
-            row = self._row_sums()
-            spread = (self.rho.numel() - row.numel) * (math.log(self.prior_sig) - 0.5) - (logs - float(row.logs))
-            return mean.new_tensor(factor * (away + squares - float(row.squares)) + scale * spread, dtype=torch.float64)
-        s, row = link.std(self.rho), self._row_sums()
-        logs_all = link.log_std(self.rho, s).sum(dtype=wide(s)) - row.logs
-        each = s if torch.compiler.is_compiling() else s.to(wide(s))  # a compiled gradient would be of that precision
-        squares_all = each.square().sum(dtype=wide(s)) - row.squares
-        spread_all = (s.numel() - row.numel) * (math.log(self.prior_sig) - 0.5) - logs_all
-        square = (math.sqrt(scale / 2) / self.prior_sig) ** 2 * squares_all
-        return quadratic_energy(mean, self, self.precision, scale) + square + scale * spread_all
-
-    def _row_sums(self) -> "Sums":
-        """Return the sums over the fixed row, which is not random: to be taken away from those over all elements."""
-        if self.fixed_row is None:
-            return Sums(0, 0.0, 0.0)
-        row, link = self.rho[self.fixed_row], LINKS[self.link]
-        s = link.std(row)
-        return Sums(row.numel(), link.log_std(row, s).to(wide(s)).sum(), s.to(wide(s)).square().sum())
+        link, count, inverse = LINKS[self.link], self.rho.numel(), 1 / self.prior_sig
+        inputs = (*scaled((mean, self.rho, self.center), inverse), inverse)
+        parts = [Part(link.terms, inputs, (scale / 2, scale / 2, -scale))]
+        if self.fixed_row is not None:
+            row = self.rho[self.fixed_row]
+            count -= row.numel()
+            parts.append(Part(link.spread, (*scaled((row,), inverse), inverse), (-scale / 2, scale)))
+        return Energy(tuple(parts), scale * count * (math.log(self.prior_sig) - 0.5), self.prior_sig)
 
     @property
     def precision(self) -> float:
@@ -336,14 +256,13 @@ class VIPosterior(Posterior):
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients for m, which is grad, and rho: grad * eps * ds/drho, or a natural step."""
-        if self.natural and (step := pull_spread(self, seed, grad)) is not None:
+        if (
+            self.natural
+            and (step := pull_spread(self, LINKS[self.link].natural, seed, grad, self.rho.detach())) is not None
+        ):
             return grad, step
-        rho, whole, link = self.rho.detach(), grad.contiguous(), LINKS[self.link]
-        if fusion.fused(rho, whole):
-            out = torch.empty_like(rho)
-            fusion.run(link.formulas.pull, self.stream(seed), (whole, rho), (out,))
-        else:
-            out = (self.noise_of(seed) * grad).mul_(link.slope(rho, link.std(rho)))
+        out = torch.empty_like(self.rho, requires_grad=False)
+        run(LINKS[self.link].pull, self.stream(seed), (grad, self.rho.detach()), (out,))
         if self.fixed_row is not None:
             out[self.fixed_row] = 0
         return grad, out
@@ -355,31 +274,12 @@ class VIPosterior(Posterior):
         """
         if self.flat:
             return None, None
-        rho, link, center = self.rho.detach(), LINKS[self.link], self.center
+        link = LINKS[self.link]
         scale = coef if self.step is None else self.step.size * coef / self.step.kappa
-        first, second = (coef + pull) * self.precision, scale * self.precision
-        fits = all(isinstance(f, float) and (f == 0 or ordinary(f)) for f in (first, second, scale))
-        if fits and fusion.fused(mean, rho, *center.tensors):
-            first_out: Tensor | None = torch.empty_like(mean, requires_grad=False)
-            out = torch.empty_like(rho)
-            formula = (link.formulas.natural_energy if self.natural else link.formulas.energy)[center.given]
-            par = (float(first), float(second), float(scale), *center.numbers)
-            fusion.run_plain(formula, (mean, rho, *center.tensors), (first_out, out), par)  # type: ignore[arg-type]
-        else:
-            first_out = quadratic_pull(mean, self, first)
-            s = link.std(rho)
-            slope = link.slope(rho, s)
-            out = axpy_(torch.zeros_like(rho), s.square() if self.natural else s, second)
-            out = axpy_(out, torch.ones_like(s) if self.natural else s.reciprocal(), -1 * scale)
-            out.mul_(s / slope if self.natural else slope)
+        factors = (coef + pull) * self.precision, scale * self.precision, scale
+        outs = tuple(torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
+        inputs = scaled((mean.detach(), self.rho.detach(), self.center), *factors)
+        run(link.natural_energy if self.natural else link.energy, None, (*inputs, *factors), outs)
         if self.fixed_row is not None:
-            out[self.fixed_row] = 0
-        return first_out, out
-
-
-class Sums(NamedTuple):
-    """How many elements, the sum of log s and that of s^2."""
-
-    numel: int
-    logs: Factor
-    squares: Factor
+            outs[1][self.fixed_row] = 0
+        return outs

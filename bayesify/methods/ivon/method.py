@@ -5,20 +5,19 @@ follows from it: no parameter for the spread, no second gradient, no array of no
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
+from bayesify.core.moments import gaussian
 from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.core.quadratics import Factor, by_center, wide
+from bayesify.core.quadratics import Energy, Factor, Part, scaled, squares
 from bayesify.core.scales import LEAST_CHANGE, START
-from bayesify.engine import elements, fusion
+from bayesify.engine.writing import Formula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +112,14 @@ class IVONPosterior(Posterior):
                 return ""
         return "the optimizer bayesify.IVON, which alone finds it, has made too few steps or none"
 
-    def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return m + s eps; its gradient passes to the mean as it is."""
-        return torch.addcmul(mean.to(noise.dtype), noise, self.spread().to(noise.dtype)).to(mean.dtype)
+        if self.h is None or self.strength is None:
+            return gaussian, (mean, self.init_sig)
+        return draw, (mean, self.h, self.strength, self.delta)
 
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta`."""
-        if self.h is None or self.strength is None or not fusion.fused(mean, self.h):
-            return super().draw(mean, seed)
-        return self.by_element(_draw, seed, (mean, self.h), (self.strength, self.delta))
-
-    def energy(self, mean: Tensor, scale: float) -> Tensor:
-        """Return KL(N(m, s^2) || N(theta0, sigma^2)), a value without a gradient: the optimizer's step has the prior.
+    def terms(self, mean: Tensor, scale: float) -> Energy:
+        """Return KL(N(m, s^2) || N(theta0, sigma^2)), without a gradient: the optimizer's step has the prior.
 
         sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
         """
@@ -133,27 +128,21 @@ class IVONPosterior(Posterior):
                 f"the optimizer IVON counts {self.strength * scale:.6g} times the data that penalty does; give both "
                 "the same num_data, the size of the training set"
             )
-        mean = mean.detach()
-        if self.fixed_row is None and self.h is not None and fusion.fused(mean, self.h, *self.center.tensors):
-            return mean.new_tensor(scale * self._fused_energy(mean), dtype=torch.float64)
-        s = self.spread()
-        away = (mean - self.prior_center).to(wide(s)).square().sum()
+        mean, strength = mean.detach(), 1.0 if self.strength is None else self.strength
+        begun = self.h is not None and self.strength is not None
+        h = self.h if begun else torch.full_like(mean, 1 / self.init_sig**2, dtype=state_dtype(mean))
+        assert h is not None
+        delta, inverse, count = self.delta if begun else 0.0, 1 / self.prior_sig, mean.numel()
+        spread = scale / 2 * inverse**2 / strength
+        inputs = (*scaled((mean, h, self.center), inverse), delta, inverse)
+        parts = [Part(terms, inputs, (scale / 2, spread, scale / 2))]
         if self.fixed_row is not None:
-            keep = torch.arange(len(s), device=s.device) != self.fixed_row
-            s = s[keep]
-        s = s.to(wide(s)) / self.prior_sig
-        return scale * ((s.square() - 1).sum() / 2 - s.log().sum() + away / (2 * self.prior_sig**2))
-
-    def _fused_energy(self, mean: Tensor) -> float:
-        """Return the KL by one pass over |m - theta0|^2, 1/(h + delta) = lambda s^2 and log(h + delta)."""
-        assert self.h is not None
-        assert self.strength is not None
-        center, precision = self.center, 1 / self.prior_sig**2
-        ins, par = (mean, self.h, *center.tensors), (self.delta, *center.numbers)
-        away, variances, logs = fusion.total(TERMS[center.given], ins, par)
-        log_s = -(logs + mean.numel() * math.log(self.strength)) / 2
-        squares = precision * (variances / self.strength + away)
-        return (squares - mean.numel()) / 2 + mean.numel() * math.log(self.prior_sig) - log_s
+            row = h[self.fixed_row]
+            count -= row.numel()
+            parts.append(Part(variances, (row, delta), (-spread, -scale / 2)))
+        return Energy(
+            tuple(parts), scale * count * (math.log(self.prior_sig * math.sqrt(strength)) - 0.5), self.prior_sig
+        )
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient at theta, as it is."""
@@ -175,19 +164,16 @@ class IVONPosterior(Posterior):
         super().load_state(state)
 
 
-def _draw(i: Any, eps: Any, ins: Any, outs: Any, par: Any) -> None:
-    """Theta = m + eps/sqrt(lambda (h + delta)), of one element."""
-    outs[0][i] = ins[0][i] + eps / np.sqrt(par[0] * (ins[1][i] + par[1]))
+def draw(eps: Any, m: Any, h: Any, strength: Any, delta: Any) -> Any:
+    """Return m + eps/sqrt(lambda (h + delta))."""
+    return m + eps * torch.rsqrt(strength * (h + delta))
 
 
-def _terms(center: Callable[..., Any]) -> Callable[..., Any]:
-    """Return |m - theta0|^2, 1/(h + delta) and log(h + delta) of one element; par begins with delta."""
-
-    def terms(i: Any, ins: Any, par: Any) -> Any:
-        away, all_h = ins[0][i] - center(i, ins, par), ins[1][i] + par[0]
-        return away * away, elements.ONE / all_h, elements.log(all_h)
-
-    return terms
+def variances(h: Any, delta: Any) -> Any:
+    """Return 1/(h + delta) and log(h + delta)."""
+    return 1 / (h + delta), torch.log(h + delta)
 
 
-TERMS = by_center(_terms)
+def terms(m: Any, h: Any, m0: Any, delta: Any, inverse: Any) -> Any:
+    """Return ((m - theta0)/sigma)^2, 1/(h + delta) and log(h + delta)."""
+    return squares(m, m0, inverse), *variances(h, delta)

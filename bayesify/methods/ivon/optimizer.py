@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part, part_of
 from bayesify.core.draws import Draw
-from bayesify.core.penalty import distance, pull_of
-from bayesify.core.quadratics import by_center, wide
+from bayesify.core.penalty import pull_of
+from bayesify.core.quadratics import Factor, host, squares
 from bayesify.core.reading import Scope
 from bayesify.core.seeds import shared_seed
 from bayesify.core.wrap import check_num_data, scopes_of
-from bayesify.engine import elements, fusion
 from bayesify.engine import noise as noises
+from bayesify.engine.dispatch import Job, run_all
 from bayesify.methods.ivon.method import IVONPosterior
 from bayesify.methods.natural import MEMORY
 from bayesify.methods.optimizers import MethodOptimizer, check_like, posteriors_for
@@ -116,149 +116,158 @@ class IVON(MethodOptimizer):
         if self.second is None:
             self._look(run)
         pulls = {id(scope): self._pull(scope) for scope in self._scopes}
+        ratio = host(_ratio(run))
         # Momentum of SGD begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
         warm = min(1.0, run["step"] / WARM) if self.second is None else 1.0
+        jobs, rows = [], []
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    moved = {**group, "lr": self.rate(param, group["lr"]) * warm}
                     posterior, scope = own.get(id(param), (None, None))
-                    pull = pulls[id(scope)] / posterior.prior_sig**2 if posterior and posterior.relative else 0.0
-                    self._move(param, moved, run, posterior, scope, pull)
+                    numbers = (
+                        1 - group["beta"],
+                        self.rate(param, group["lr"]) * warm,
+                        1 - group["beta"] ** run["step"],
+                    )
+                    pull = pulls[id(scope)] if posterior is not None and posterior.relative else 0.0
+                    rate = MEMORY if self.second is None and run["step"] > WARM else 0.0
+                    found, row = self._job(param, posterior, scope, numbers, (pull, rate, ratio))
+                    jobs.append(found)
+                    rows += row
+        run_all(jobs)
+        for restore in rows:
+            restore()
         self.run = run
         self._announce()
 
-    def _pull(self, scope: Scope) -> float:
+    def _pull(self, scope: Scope) -> Factor:
         """Return c/(D0 + D), D over the model's weights with a relative prior (see `bayesify.core.penalty`)."""
         near = [p for p, own in self._own if own is scope and p.relative]
         strength, floor = pull_of(scope, near)
         if not strength:
             return 0.0
-        (total,) = _over_shards(near[0], sum(float(distance(own, own.original)) for own in map(part_of, near)))
-        return strength / (floor + total)
+        parts = [part_of(p) for p in near]
+        jobs = [Job(squares, None, (p.original.detach(), p.center, 1 / p.prior_sig)) for p in parts]
+        return strength / (floor + host(_over_shards(near[0], _summed(jobs))[0]))
 
     def _look(self, run: dict[str, Any]) -> None:
         """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
-        cost = power = 0.0
+        jobs = []
         for posterior, scope in ((part_of(p), scope) for p, scope in self._own):
-            grad = posterior.original.grad
-            if grad is not None:
-                sums = _observed(posterior, grad, _seed(scope))
-                cost, power = cost + sums[0], power + sums[1]
-        cost, power = _over_shards(self._own[0][0], cost, power)
-        if math.isfinite(cost + power):
-            run["cost"] += MEMORY * (cost - run["cost"])
-            run["power"] += MEMORY * (power - run["power"])
+            grad, h, row = posterior.original.grad, posterior.h, posterior.fixed_row
+            if grad is not None and h is not None and posterior.strength is not None:
+                if row is not None:  # which has no noise
+                    grad = grad.index_fill(0, torch.tensor([row], device=grad.device), 0)
+                numbers = (posterior.strength, posterior.delta)
+                jobs.append(Job(observe, posterior.stream(_seed(scope)), (grad, h, *numbers)))
+        if not jobs:
+            return
+        sums = _over_shards(self._own[0][0], _summed(jobs))
+        for name, now in zip(("cost", "power"), torch.where(sums.isfinite().all(), sums, torch.nan), strict=True):
+            before = torch.as_tensor(run[name], dtype=now.dtype, device=now.device)
+            run[name] = torch.where(now.isnan(), before, torch.lerp(before, now, MEMORY))
 
-    def _move(
-        self, param: Tensor, group: dict[str, Any], run: dict[str, Any], posterior: Any, scope: Any, pull: float
-    ) -> None:
-        """Move one parameter, and its curvature where it is Bayesian."""
+    def _job(
+        self, param: Tensor, posterior: Any, scope: Any, numbers: tuple[float, ...], more: tuple[Factor, ...]
+    ) -> tuple[Job, list[Callable[[], None]]]:
+        """Return the move of one parameter, and of its curvature where it is Bayesian; and what a fixed row needs."""
         state, whole_grad = self.state[param], param.grad
         assert whole_grad is not None
         if "average" not in state:
             state["average"] = torch.zeros_like(param)
             if posterior is not None and self.second is not None:
-                total, count = _over_shards(posterior, float(part(posterior.h).sum()), part(posterior.h).numel())
-                state["start"] = total / count
-        posterior = None if posterior is None else part_of(posterior)
-        param, grad, average = part(param), part(whole_grad), part(state["average"])
-        if self.second is None and self.clip is None and posterior is not None:
-            follows = MEMORY if run["step"] > WARM else 0.0
-            numbers = (1 - group["beta"], group["lr"], 1 - group["beta"] ** run["step"], follows, _scale(run))
-            if _fused_move(posterior, param, grad, average, (*numbers, posterior.delta + pull)):
-                return
-        average.lerp_(grad, 1 - group["beta"])
-        direction = average / (1 - group["beta"] ** run["step"])
-        if posterior is not None:
-            delta, h = posterior.delta, posterior.h
-            direction.add_(param - posterior.prior_center, alpha=delta + pull)
-            if self.second is None:
-                if run["step"] > WARM:
-                    _follow(h, grad, run)
-            else:
-                self._newton(h, grad, posterior, _seed(scope))
-                if posterior.fixed_row is not None:
-                    h[posterior.fixed_row] = state["start"]
-                direction.mul_(state["start"] + delta).div_((h + delta).to(param.dtype))
-            if self.clip is not None:
-                direction.clamp_(-self.clip, self.clip)
-        param.add_(direction, alpha=-group["lr"])
+                sums = torch.stack(
+                    [part(posterior.h).sum(), torch.full_like(posterior.h.sum(), part(posterior.h).numel())]
+                )
+                total, count = _over_shards(posterior, sums)
+                state["start"] = float(total / count)
+        grad, average, mean = part(whole_grad), part(state["average"]), part(param)
+        if posterior is None:
+            return Job(drift, None, (grad, average, mean, *numbers), (average, mean)), []
+        own = part_of(posterior)
+        h, clip = own.h, math.inf if self.clip is None else self.clip
+        given: tuple[Factor, ...] = (*numbers, clip, own.delta, more[0], 1 / own.prior_sig**2)
+        outs = (average, h, mean)
+        if self.second is None:
+            return Job(move, None, (grad, average, h, mean, own.center, *given, *more[1:]), outs), []
+        inputs = (grad, average, h, mean, own.center, *given, own.strength, 1 - self.second, state["start"])
+        rows = []
+        if own.fixed_row is not None:  # it has no noise, and keeps its curvature
+            row = own.fixed_row
+            kept = [x[row].clone() for x in outs]
+            center = own.center[row] if isinstance(own.center, Tensor) and own.center.dim() else own.center
+            still = Job(move, None, (grad[row], *kept, center, *given, 0.0, 0.0), tuple(kept))
 
-    def _newton(self, h: Tensor, grad: Tensor, posterior: IVONPosterior, seed: int) -> None:
-        """Move the curvature by h^ = g^ eps/s, in place."""
-        assert self.second is not None
-        rate, s = 1 - self.second, posterior.spread()
-        found = (grad.to(s.dtype) * posterior.noise_of(seed)).div_(s)
-        away = (h - found).square_().div_(2 * (h + posterior.delta))
-        h.lerp_(found, rate).add_(away, alpha=rate**2)
+            def restore() -> None:
+                run_all([still])
+                for x, value in zip(outs, kept, strict=True):
+                    x[row] = value
+
+            rows.append(restore)
+        return Job(newton, own.stream(_seed(scope)), inputs, outs), rows
 
 
-def _observed(posterior: IVONPosterior, grad: Tensor, seed: int) -> tuple[float, float]:
-    """Return sum g^ eps s and sum (g^ s)^2 of one posterior; from its theta, by compiled loops, where that can be."""
-    mean, h, grad = posterior.original.detach(), posterior.h, grad.contiguous()
-    if h is not None and posterior.strength is not None and fusion.fused(mean, h, grad):
-        theta = posterior.draw(mean, seed)
-        cost, power, _ = fusion.total(_observe_element, (grad, theta, mean, h), (posterior.delta,))
-        return cost, power / posterior.strength
-    s = posterior.spread()
-    each = grad.to(s.dtype) * s
-    cost = float((each * posterior.noise_of(seed)).sum(dtype=wide(s)))
-    return cost, float(each.square().sum(dtype=wide(s)))
+# -- formulas of a step ------------------------------------------------------------------------------------------------
 
 
-def _observe_element(i: Any, ins: Any, par: Any) -> Any:
-    """Return g (theta - m) and g^2/(h + delta) of one element."""
-    g = ins[0][i]
-    return g * (ins[1][i] - ins[2][i]), g * g / (ins[3][i] + par[0]), elements.ZERO
+def observe(eps: Any, g: Any, h: Any, strength: Any, delta: Any) -> Any:
+    """Return g^ eps s and (g^ s)^2."""
+    each = g * torch.rsqrt(strength * (h + delta))
+    return each * eps, each * each
 
 
-def _scale(run: dict[str, Any]) -> float:
+def drift(g: Any, average: Any, m: Any, fresh: Any, lr: Any, warm: Any) -> Any:
+    """Return the momentum, and a step of a parameter that is not Bayesian."""
+    average = average + fresh * (g - average)
+    return average, m - lr * (average / warm)
+
+
+def move(
+    g: Any, average: Any, h: Any, m: Any, m0: Any, fresh: Any, lr: Any, warm: Any, clip: Any, delta: Any, pull: Any,
+    precision: Any, rate: Any, ratio: Any,
+) -> Any:  # fmt: skip
+    """Return momentum, curvature and mean after a step with b2 = None."""
+    average = average + fresh * (g - average)
+    direction = average / warm + (delta + pull * precision) * (m - m0)
+    return average, h + rate * (ratio * (g * g) - h), m - lr * torch.clamp(direction, -clip, clip)
+
+
+def newton(
+    eps: Any, g: Any, average: Any, h: Any, m: Any, m0: Any, fresh: Any, lr: Any, warm: Any, clip: Any, delta: Any,
+    pull: Any, precision: Any, strength: Any, rate: Any, start: Any,
+) -> Any:  # fmt: skip
+    """Return momentum, curvature and mean after a step with b2."""
+    average = average + fresh * (g - average)
+    found = g * eps * torch.sqrt(strength * (h + delta))
+    after = h + rate * (found - h) + rate * rate * (h - found) ** 2 / (2 * (h + delta))
+    direction = (average / warm + (delta + pull * precision) * (m - m0)) * ((start + delta) / (after + delta))
+    return average, after, m - lr * torch.clamp(direction, -clip, clip)
+
+
+def _ratio(run: dict[str, Any]) -> Tensor:
     """Return r."""
-    return max(run["cost"], 0.0) / run["power"] if run["power"] > 0 else 0.0
+    cost, power = (torch.as_tensor(run[name]) for name in ("cost", "power"))
+    return torch.where(power > 0, cost.clamp(min=0) / power, torch.zeros_like(power))
 
 
-def _follow(h: Tensor, grad: Tensor, run: dict[str, Any]) -> None:
-    """Move the curvature by r g^2, in place."""
-    h.lerp_(grad.to(h.dtype).square().mul_(_scale(run)), MEMORY)
+def _summed(jobs: list[Job]) -> Tensor:
+    """Return the sums of formulas over all tensors, which may lie on several devices."""
+    by_device: dict[torch.device, list[Job]] = {}
+    for job in jobs:
+        by_device.setdefault(job.inputs[0].device, []).append(job)
+    first, *others = (_rows(each).sum(0) for each in by_device.values())
+    return sum((o.to(first) for o in others), first)
 
 
-def _fused_move(
-    posterior: IVONPosterior, param: Tensor, grad: Tensor, average: Tensor, numbers: tuple[float, ...]
-) -> bool:
-    """Move average, curvature and parameter in one pass, where that can be done."""
-    center, grad, h = posterior.center, grad.contiguous(), posterior.h
-    assert h is not None
-    if not fusion.fused(param, grad, average, h, *center.tensors):
-        return False
-    par = (*numbers, *center.numbers)
-    fusion.run_plain(MOVES[center.given], (grad, *center.tensors), (average, h, param), par)
-    torch.autograd.graph.increment_version(param)
-    return True
+def _rows(jobs: list[Job]) -> Tensor:
+    rows = run_all(jobs)
+    assert rows is not None
+    return rows
 
 
-def _move_element(center: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one element's step; par is (1-b1, lr, 1-b1^t, the curvature's rate, r, delta + p)."""
-
-    def move(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
-        g, m = ins[0][i], outs[2][i]
-        average = outs[0][i] + par[0] * (g - outs[0][i])
-        outs[0][i] = average
-        outs[1][i] += par[3] * (par[4] * (g * g) - outs[1][i])
-        outs[2][i] = m - par[1] * (average / par[2] + par[5] * (m - center(i, ins, par)))
-
-    return move
-
-
-MOVES = by_center(_move_element)
-
-
-def _over_shards(posterior: IVONPosterior, *sums: float) -> list[float]:
+def _over_shards(posterior: IVONPosterior, sums: Tensor) -> Tensor:
     """Add up what the processes have found, each on the rows that it holds; as it is where every one holds all."""
-    if posterior.layout is None:
-        return list(sums)
-    values = torch.tensor(sums, dtype=torch.float64, device=part(posterior.original).device)
-    return [float(v) for v in posterior.layout.summed(values)]
+    return sums if posterior.layout is None else posterior.layout.summed(sums)
 
 
 def _seed(scope: Scope) -> int:

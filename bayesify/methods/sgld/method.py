@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from bayesify.core.method import Tempered
-from bayesify.core.moments import CollectedPosterior
+from bayesify.core.moments import CollectedPosterior, collected
 from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.engine import fusion
+from bayesify.engine.dispatch import run
 from bayesify.methods.cycles import Stages
 from bayesify.methods.sgld.cycles import Basins
 
@@ -140,12 +140,7 @@ class SGLDPosterior(CollectedPosterior):
         assert self.scatter is not None
         n = int(self.count.add_(1))
         keep, add, rate = welford(n, self.fade)
-        if fusion.fused(theta, self.average, self.scatter):
-            fusion.run_plain(_collect, (theta,), (self.average, self.scatter), (rate, keep, add))
-            return
-        away = theta - self.average
-        self.average.add_(away, alpha=rate)
-        self.scatter.mul_(keep).addcmul_(away, away, value=add)
+        run(collected, None, (theta, self.average, self.scatter, rate, keep, add), (self.average, self.scatter))
 
 
 @lru_cache
@@ -168,10 +163,3 @@ def concentration(n: int, fade: float) -> float:
         rate = (fade + 1) / (k + fade)
         found = (1 - rate) ** 2 * found + rate**2
     return found
-
-
-def _collect(i: Any, noise: Any, ins: Any, outs: Any, par: Any) -> None:
-    """Do Welford's recurrence on one element; par is (r, the scatter's factor, that of d^2)."""
-    away = ins[0][i] - outs[0][i]
-    outs[0][i] += par[0] * away
-    outs[1][i] = par[1] * outs[1][i] + par[2] * (away * away)

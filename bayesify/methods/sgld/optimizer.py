@@ -6,7 +6,7 @@ never stopped.
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from bayesify.core.reading import Scope
 from bayesify.core.seeds import shared_seed
 from bayesify.core.stored import LOW_PRECISION
 from bayesify.core.wrap import check_num_data, scopes_of
-from bayesify.engine import fusion
 from bayesify.engine import noise as noises
+from bayesify.engine.dispatch import Job, run, run_all
 from bayesify.methods.optimizers import MethodOptimizer, check_like, posteriors_for
 from bayesify.methods.sgld import method as sgld
 
@@ -112,112 +112,77 @@ class SGLD(MethodOptimizer):
         """Move the chain by one step, and collect its state where the method says so."""
         chain = self.run = {**self.run, "step": self.run["step"] + 1}
         sampled = {id(s.posterior.original): s for s in self._sampled}
-        moves = [
-            self._move(param, group, sampled.get(id(param)), chain)
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        for move in moves:
-            move.step()
+        jobs: list[Job] = []
+        ends: list[Callable[[], None]] = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    job, own_ends = self._job(param, group, sampled.get(id(param)), chain)
+                    jobs.append(job)
+                    ends += own_ends
+        run_all(jobs)
+        for end in ends:
+            end()
         for found in self._sampled:
             if self.param_groups[0]["collects"] and found.method.collects(chain["step"]):
                 with on_shard(found.posterior) as own:
                     own.collect()
 
-    def _move(self, param: Tensor, group: dict[str, Any], found: Chained | None, chain: dict[str, int]) -> "Move":
-        """Gather what one parameter's step needs."""
+    def _job(
+        self, param: Tensor, group: dict[str, Any], found: Chained | None, chain: dict[str, int]
+    ) -> tuple[Job, list[Callable[[], None]]]:
+        """Return one parameter's step; and what ends it for a fixed row, which takes no noise."""
         assert param.grad is not None
         lr, mu = self.rate(param, group["lr"]), group["momentum"]
         if self.like == "adamw":
             lr *= 1 - mu  # momentum adds up 1/(1-mu) steps
         if mu != 0 and "velocity" not in self.state[param]:
             self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-        velocity = self.state[param].get("velocity") if self.state.get(param) else None
-        move = Move(part(param), part(param.grad), None if velocity is None else part(velocity), lr, mu)
+        velocity = [part(self.state[param]["velocity"])] if "velocity" in self.state.get(param, {}) else []
+        moved, grad, last = [part(param), *velocity], part(param.grad), [mu] * len(velocity)
+        still, noisy = (glide, kicked_glide) if velocity else (descend, kicked)
+        quiet = Job(still, None, (*moved, grad, lr, *last), moved)
         if found is None:
-            return move
+            return quiet, []
         size = group["noise"] * found.method.nd * math.sqrt(2 * lr * (1 - mu) * found.method.scale(self.num_data))
+        if size == 0:
+            return quiet, []
+        own, theta = part_of(found.posterior), moved[0]
         seed = (noises.mix(chain["seed"], found.scope) + chain["step"]) % 2**64
-        own = part_of(found.posterior)
-        return move._replace(size=size, seed=seed, key=own.key, start=own.start, fixed_row=own.fixed_row)
+        stream = noises.Stream(seed, own.key, theta.shape, theta.dtype, theta.device, own.start)
+        ends = []
+        if (row := own.fixed_row) is not None:
+            kept = [x[row].clone() for x in moved]
+
+            def end() -> None:
+                run(still, None, (*kept, grad[row], lr, *last), kept)
+                for x, value in zip(moved, kept, strict=True):
+                    x[row] = value
+
+            ends.append(end)
+        return Job(noisy, stream, (*moved, grad, lr, *last, size), moved), ends
 
 
-class Move(NamedTuple):
-    """One parameter's step; `size` is the standard deviation of its noise."""
-
-    theta: Tensor
-    grad: Tensor
-    velocity: Tensor | None
-    lr: float
-    mu: float
-    size: float = 0.0
-    seed: int = 0
-    key: int = 0
-    start: int = 0
-    fixed_row: int | None = None
-
-    def step(self) -> None:
-        """Move theta in place."""
-        row = None if self.fixed_row is None or self.size == 0 else self._row()
-        if self.size == 0:
-            self._step_with(None)
-        elif not self._fused_step():
-            # Elements are numbered in logical order, whatever their order in memory.
-            self._step_with(self._stream().normal())
-        if row is not None:
-            row._step_with(None)
-            self.theta[self.fixed_row] = row.theta
-            if self.velocity is not None and row.velocity is not None:
-                self.velocity[self.fixed_row] = row.velocity
-
-    def _step_with(self, noise: Tensor | None) -> None:
-        """Move theta by its gradient, and by noise if there is any."""
-        if self.velocity is None:
-            self.theta.add_(self.grad, alpha=-self.lr)
-            if noise is not None:
-                self.theta.add_(noise, alpha=self.size)
-        else:
-            self.velocity.mul_(self.mu).add_(self.grad, alpha=-self.lr)
-            if noise is not None:
-                self.velocity.add_(noise, alpha=self.size)
-            self.theta.add_(self.velocity)
-
-    def _fused_step(self) -> bool:
-        """Move theta in one pass, where that can be done."""
-        velocity = () if self.velocity is None else (self.velocity,)
-        grad = self.grad.contiguous()
-        if not fusion.fused(self.theta, grad, *velocity):
-            return False
-        stream = self._stream()
-        outs, par = (self.theta, *velocity), (self.lr, self.size, self.mu)
-        fusion.run(_step_element if velocity else _step_without_momentum, stream, (grad,), outs, par)
-        torch.autograd.graph.increment_version(self.theta)
-        return True
-
-    def _stream(self) -> noises.Stream:
-        """Return where the noise comes from."""
-        theta = self.theta
-        return noises.Stream(self.seed, self.key, theta.shape, theta.dtype, theta.device, self.start)
-
-    def _row(self) -> "Move":
-        """Return the step of a copy of the fixed row, which takes no noise."""
-        velocity = None if self.velocity is None else self.velocity[self.fixed_row].clone()
-        return self._replace(
-            theta=self.theta[self.fixed_row].clone(), grad=self.grad[self.fixed_row], velocity=velocity
-        )
+def descend(theta: Any, g: Any, lr: Any) -> Any:
+    """Return theta - lr g."""
+    return theta - lr * g
 
 
-def _step_element(i: Any, xi: Any, ins: Any, outs: Any, par: Any) -> None:
-    """Do v <- mu v - lr g + size xi; theta <- theta + v, on one element."""
-    v = par[2] * outs[1][i] - par[0] * ins[0][i] + par[1] * xi
-    outs[1][i] = v
-    outs[0][i] += v
+def kicked(eps: Any, theta: Any, g: Any, lr: Any, size: Any) -> Any:
+    """Return theta - lr g + size xi."""
+    return theta + (size * eps - lr * g)
 
 
-def _step_without_momentum(i: Any, xi: Any, ins: Any, outs: Any, par: Any) -> None:
-    """Do theta <- theta - lr g + size xi, on one element."""
-    outs[0][i] += par[1] * xi - par[0] * ins[0][i]
+def glide(theta: Any, v: Any, g: Any, lr: Any, mu: Any) -> Any:
+    """Return theta + v and v <- mu v - lr g."""
+    v = mu * v - lr * g
+    return theta + v, v
+
+
+def kicked_glide(eps: Any, theta: Any, v: Any, g: Any, lr: Any, mu: Any, size: Any) -> Any:
+    """Return theta + v and v <- mu v - lr g + size xi."""
+    v = mu * v - lr * g + size * eps
+    return theta + v, v
 
 
 def _sampled(model: nn.Module) -> Iterator[Chained]:
