@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bayesify.core import start
+from bayesify.core.draws import MEAN
+from bayesify.core.modes import block_of, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.stored import EXTRA
 
@@ -28,13 +31,32 @@ def put_on(model: nn.Module) -> None:
         if hasattr(type(module), UPLOAD):
             setattr(module, UPLOAD, MethodType(_upload, module))
 
+        for name, merge in MERGES.items():
+            if hasattr(type(module), name):
+                setattr(module, name, MethodType(merge, module))
+
 
 def take_off(model: nn.Module) -> None:
     """Undo `put_on`."""
     for module in model.modules():
-        for name, ours in ((SAVE, _save_pretrained), (UPLOAD, _upload)):
+        for name, ours in ((SAVE, _save_pretrained), (UPLOAD, _upload), *MERGES.items()):
             if getattr(module.__dict__.get(name), "__func__", None) is ours:
                 delattr(module, name)
+
+
+def _at_the_mean(name: str) -> Any:
+    """Return a method of PEFT's adapters that reads the weights of the block that is in force, or else the mean."""
+
+    def merge(model: Any, *args: Any, **options: Any) -> Any:
+        from bayesify.core.wrap import scopes_of  # which needs all of this folder
+
+        with override([scope for scope in scopes_of(model) if block_of(scope) is None], MEAN):
+            return getattr(type(model), name)(model, *args, **options)
+
+    return merge
+
+
+MERGES = {name: _at_the_mean(name) for name in ("merge_and_unload", "merge_adapter")}
 
 
 def _save_pretrained(model: Any, save_directory: "str | os.PathLike[str]", **options: Any) -> Any:
@@ -96,6 +118,7 @@ def plain_state(model: nn.Module, state_dict: dict[str, Any] | None = None) -> d
     means: dict[Posterior, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         _translate(module, plain, f"{path}." if path else "", means)
+    start.plain(plain)
     return plain
 
 
@@ -111,6 +134,7 @@ def plain_state_dicts(model: nn.Module, thetas: Mapping[Posterior, Tensor] | Non
 
     def translate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         _translate(module, state_dict, prefix, means)
+        start.plain(state_dict)
 
     with ExitStack() as hooks:
         for module in model.modules():

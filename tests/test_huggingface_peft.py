@@ -49,6 +49,25 @@ def name(request):
     return request.param
 
 
+@pytest.mark.parametrize("block", [None, 3])
+def test_merging_in_train_mode_bakes_in_the_mean_or_the_block(block):
+    model = trained("Bert", init_sig=0.3)
+    with mean(model) if block is None else sample(model, seed=block):
+        expected = logits(model, "Bert")
+    model.train()
+    if block is None:
+        merged = model.merge_and_unload()
+    else:
+        with sample(model, seed=block):
+            merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged.eval(), "Bert"), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unbayesify_gives_merging_back_to_peft():
+    model = unbayesify(bayesian("Bert"))
+    assert not any("merge_and_unload" in vars(m) or "merge_adapter" in vars(m) for m in model.modules())
+
+
 @pytest.mark.parametrize("method", ["vanilla", "vi", "mc_dropout", "sgld", "la"])
 def test_only_adapters_become_bayesian(name, method):
     plain = adapted(name).eval()

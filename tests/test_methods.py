@@ -18,6 +18,33 @@ X = tensor(5, 4)
 
 
 @pytest.mark.parametrize(
+    ("method", "readable", "papers"),
+    [
+        ("vi", {"num_samples": 7, "kl_weight": 0.5}, {"nst": 7, "kld": 0.5}),
+        ("sgld", {"data_multiplier": 2.0, "noise_scale": 0.3}, {"Ninflate": 2.0, "nd": 0.3}),
+    ],
+)
+def test_options_have_a_readable_name_and_the_papers(method, readable, papers):
+    stored = [bayesify(MLP(), method, **own)._bayesify_scope.method for own in (readable, papers)]
+    cls = type(stored[0])
+    assert stored[0] == stored[1]
+    assert cls(**readable) == cls(**papers)
+    assert {name: getattr(stored[0], name) for name in readable} == readable
+    assert bayesify(MLP(), cls(), **readable)._bayesify_scope.method == stored[0]
+    name, own = next(iter(readable)), next(iter(papers))
+    for make in (cls, lambda **options: bayesify(MLP(), method, **options)):
+        with pytest.raises(ValueError, match=f"'{name}' and '{own}' are one option, got both"):
+            make(**{own: papers[own], name: readable[name]})
+    with pytest.raises(ValueError, match=r"unknown option 'num_sample'.*did you mean 'num_samples'\?"):
+        bayesify(MLP(), method, num_sample=3)
+    with pytest.raises(AttributeError, match="no attribute 'kl_factor'"):
+        stored[0].kl_factor  # noqa: B018
+    if method == "vi":
+        with pytest.raises(ValueError, match="unknown option 'noise_scale'"):
+            bayesify(MLP(), method, noise_scale=1.0)
+
+
+@pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
         ("via", {}, ValueError, r"unknown method 'via', did you mean 'vi'\?; methods: \['ivon', 'la', 'mc_dropout'"),

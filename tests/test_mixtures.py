@@ -42,7 +42,7 @@ class Net(nn.Module):
         super().__init__()
         self.trunk = nn.Linear(4, 50).requires_grad_(False)
         self.norm = nn.BatchNorm1d(50)
-        self.register_buffer("table", torch.linspace(0.5, 1.5, 50))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 50), persistent=False)
         self.head = nn.Linear(50, 3)
 
     def forward(self, x):
@@ -219,6 +219,28 @@ def test_equal_frozen_weights_tables_and_prior_means_are_kept_once_and_statistic
         first, second = components(moved)[:2]
         assert first.trunk.weight.data_ptr() == second.trunk.weight.data_ptr()
         assert moved(X.to(first.trunk.weight.dtype)).shape == (12, 3)
+
+
+class Running(nn.Module):
+    """A normalization of somebody's own, which torch's classes do not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.center.lerp_(x.mean(0), 0.5)
+            self.count.add_(1)
+        return x - self.center
+
+
+def test_running_statistics_of_any_layer_belong_to_their_member():
+    models = [bayesify(nn.Sequential(Running(), nn.Linear(4, 3)), "vanilla") for _ in range(2)]
+    first, second = components(mix(models))
+    first.train()(torch.ones(5, 4))
+    assert float(second[0].center.abs().sum()) == int(second[0].count) == 0
 
 
 def test_other_frozen_weights_stay_apart():

@@ -245,6 +245,29 @@ def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prior_term, "Penalty", Penalty)
 
 
+class Teacher(nn.Module):
+    """Reads its own mean in a block inside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        before = self.inner(x)
+        with mean(self):
+            teacher = self.inner(x)
+        return before, teacher, self.inner(x)
+
+
+def test_a_block_inside_a_forward_holds_there_and_the_forward_goes_on():
+    model = bayesify(Teacher(), init_sig=0.3)
+    before, teacher, after = model(tensor(2, 4))
+    assert torch.equal(before, after)
+    assert not torch.equal(before, teacher)
+    with mean(model):
+        assert torch.equal(model.inner(tensor(2, 4)), teacher)
+
+
 # -- interruptions -----------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +289,10 @@ def test_an_interrupted_forward_leaves_nothing_behind(error: type[BaseException]
             model(X)
         caught.append(info)  # a debugger keeps the traceback
     armed[0] = False
+    with mean(model):
+        assert torch.equal(model.inp(X), model.inp(X))
+    if error is KeyboardInterrupt:
+        model(X)  # a forward of the root always starts anew; torch calls no hooks where an interrupt ends one
     assert not torch.equal(model.inp(X), model.inp(X))
     assert not torch.equal(model.inp.weight, model.inp.weight)
     assert not torch.equal(model(X), model(X))

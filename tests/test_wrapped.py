@@ -60,7 +60,7 @@ class Loss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = bayesify(MLP(), init_sig=0.3)
+        self.model = bayesify(MLP(), init_sig=0.3, natural=False)  # natural steps learn from every backward pass
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x).square().sum() + penalty(self.model, 10)
@@ -192,7 +192,7 @@ def process_group():
 
 @pytest.mark.usefixtures("process_group")
 def test_ddp_around_a_bayesified_model():
-    model = bayesify(MLP(), init_sig=0.3)
+    model = bayesify(MLP(), init_sig=0.3, natural=False)
     wrapped = nn.parallel.DistributedDataParallel(model)
     assert not torch.equal(wrapped(X), wrapped(X))
     with mean(wrapped):

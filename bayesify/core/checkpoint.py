@@ -26,7 +26,6 @@ from bayesify.core import attached, fileformat, ranks, start
 from bayesify.core.distributed import copy_whole, follow, is_sharded, rest, whole
 from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
 from bayesify.core.gaussian_noise import GaussianNoise
-from bayesify.core.lost import replaced
 from bayesify.core.method import REGISTRY, Method, resolve
 from bayesify.core.mistakes import check_averaged, warn_of_mistakes
 from bayesify.core.mixture import Mixture, mixture_in, shared_copy
@@ -239,7 +238,7 @@ def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
     rest(model)
     follow(scope.posteriors)
     scope.buffers.put(roots[0], start=False)
-    if why := replaced(scope, roots[0].modules()):
+    if why := scope.replaced(roots[0].modules()):
         raise ValueError(why)
     return roots[0], scope
 

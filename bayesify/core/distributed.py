@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from bayesify.core.seeds import in_a_group
 from bayesify.core.stored import CENTER
 
-if TYPE_CHECKING:
-    from bayesify.core.posterior import Posterior
-
-P = TypeVar("P", bound="Posterior")
+Posterior = Any  # bayesify.core.posterior.Posterior, which imports this file
+P = TypeVar("P")
 WHOLE = {"post_forward_mesh_info": None, "reduce_grads": False, "reshard_after_backward": False}
 """The settings of FSDP2 with which parameters that are whole stay so; they cannot be read by public names."""
 NOTHING: Mapping[tuple[int, str], Tensor] = {}
@@ -146,7 +144,24 @@ class Layout(NamedTuple):
         return values
 
 
-def follow(posteriors: Iterable["Posterior"], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
+def over_processes(values: Iterable[tuple[Posterior, Tensor]]) -> Tensor:
+    """Return the sum over posteriors and processes of what this process has found on its part of each posterior.
+
+    What is whole counts once; what is sharded is added up over the processes that share its rows. A model may be
+    sharded in part, and over several meshes.
+
+    Args:
+        values: Posteriors, in the same order on all processes, with tensors of one shape.
+    """
+    sums: dict[Layout | None, Tensor] = {}
+    for posterior, value in values:
+        group = None if posterior.layout is None else posterior.layout.group
+        sums[group] = sums[group] + value.to(sums[group]) if group in sums else value
+    first, *others = (value if group is None else group.summed(value) for group, value in sums.items())
+    return first if not others else torch.stack([first, *(o.to(first) for o in others)]).sum(0)
+
+
+def follow(posteriors: Iterable[Posterior], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
     """Cut the state of posteriors like their parameters, where these are sharded; tell whether any is.
 
     Args:
@@ -169,7 +184,7 @@ def follow(posteriors: Iterable["Posterior"], known: Mapping[tuple[int, str], Te
     return found
 
 
-def follow_at_work(root: nn.Module, posteriors: list["Posterior"]) -> bool:
+def follow_at_work(root: nn.Module, posteriors: list[Posterior]) -> bool:
     """Do `follow` in a forward, where FSDP2 has made some parameters whole already; tell whether any is sharded."""
     if not in_a_group():
         return False
@@ -219,7 +234,7 @@ def rest(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _cut(posterior: "Posterior") -> None:
+def _cut(posterior: Posterior) -> None:
     """Cut what a posterior keeps whole and has an element for each of the parameter's."""
     layout = posterior.layout
     assert layout is not None
@@ -234,9 +249,13 @@ def _cut(posterior: "Posterior") -> None:
 
 def part_of(posterior: P) -> P:
     """Return a posterior of this process's rows, in the memory of the sharded one; itself where it is whole."""
+    given: Any = posterior
+    found: P = given if given.layout is None else _part(given)
+    return found
+
+
+def _part(posterior: Posterior) -> Posterior:
     layout = posterior.layout
-    if layout is None:
-        return posterior
     local = {name: part(tensor) for name, tensor in posterior._shards.items() if tensor is not None}
     for name, tensor in local.items():
         grad = posterior._shards[name].grad
@@ -250,7 +269,7 @@ def part_of(posterior: P) -> P:
     return own
 
 
-def whole_of(posterior: P, original: Tensor, *, center: Tensor | None = None) -> P:
+def whole_of(posterior: Posterior, original: Tensor, *, center: Tensor | None = None) -> Posterior:
     """Return a posterior with all rows for a draw inside a forward, in the precision of its state.
 
     Args:
@@ -271,14 +290,14 @@ def whole_of(posterior: P, original: Tensor, *, center: Tensor | None = None) ->
     return own
 
 
-def _stand_in(posterior: P, tensors: dict[str, Tensor]) -> P:
+def _stand_in(posterior: Posterior, tensors: dict[str, Tensor]) -> Posterior:
     """Copy a posterior but for its parameters, and what belongs to being sharded."""
-    own: P = object.__new__(type(posterior))
+    own: Posterior = object.__new__(type(posterior))
     own.__dict__.update(posterior.__dict__)
     own.layout = None
     for name, tensor in tensors.items():
         tensor.requires_grad_(posterior._shards[name].requires_grad)
-    own._parameters = {n: tensors.get(n) for n in posterior._parameters}  # type: ignore[misc]
+    own._parameters = {n: tensors.get(n) for n in posterior._parameters}
     home: Any = SimpleNamespace(_parameters={"original": tensors["original"]})
     own._home = (home, "original")
     return own
@@ -289,14 +308,15 @@ def on_shard(posterior: P) -> Iterator[P]:
     """Work on this process's part of a posterior; tensors and results that are new or changed are taken over."""
     own = part_of(posterior)
     yield own
-    layout = posterior.layout
+    given: Any = posterior
+    layout = given.layout
     if own is posterior or layout is None:
         return
-    for name in posterior.taken_over():
+    for name in given.taken_over():
         setattr(posterior, name, getattr(own, name))
-    for name in posterior.kept:
+    for name in given.kept:
         before, now = getattr(posterior, name), getattr(own, name)
-        if now is None or name not in posterior.like_mean() or now.dim() < len(layout.shape) or not now.dim():
+        if now is None or name not in given.like_mean() or now.dim() < len(layout.shape) or not now.dim():
             setattr(posterior, name, now)
         elif before is None or part(before).data_ptr() != now.data_ptr():
             setattr(posterior, name, layout.joined(now))
@@ -305,7 +325,7 @@ def on_shard(posterior: P) -> Iterator[P]:
 # -- what a forward reads ----------------------------------------------------------------------------------------------
 
 
-def check_whole(posterior: "Posterior", original: Tensor) -> None:
+def check_whole(posterior: Posterior, original: Tensor) -> None:
     """Raise where a sample that is wanted with its gradient would be drawn of a parameter that is sharded now."""
     if is_sharded(original) and torch.is_grad_enabled() and original.requires_grad:
         raise RuntimeError(
@@ -314,7 +334,7 @@ def check_whole(posterior: "Posterior", original: Tensor) -> None:
         )
 
 
-def drawn(posterior: "Posterior", original: Tensor, seed: int) -> Tensor:
+def drawn(posterior: Posterior, original: Tensor, seed: int) -> Tensor:
     """Return theta of a draw, whole, in the parameter's precision: drawn on the parts where all processes draw it."""
     if posterior.draws_on_shards:
         assert posterior.layout is not None
@@ -322,10 +342,11 @@ def drawn(posterior: "Posterior", original: Tensor, seed: int) -> Tensor:
         theta = posterior.layout.joined(own.calibrated(own.original, own.draw(own.original, seed)))
         return whole(theta).to(original.dtype)
     own = whole_of(posterior, original)
-    return own.calibrated(own.original, own.draw(own.original, seed)).to(original.dtype)
+    found: Tensor = own.calibrated(own.original, own.draw(own.original, seed)).to(original.dtype)
+    return found
 
 
-def pulled(posterior: "Posterior", original: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+def pulled(posterior: Posterior, original: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of a draw with respect to the whole mean and `learnable()`, in their precision."""
     own = whole_of(posterior, original, center=original.detach())
     if own.draws_on_shards:
@@ -336,7 +357,7 @@ def pulled(posterior: "Posterior", original: Tensor, seed: int, grad: Tensor) ->
     return tuple(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True))
 
 
-def mean_of(posterior: "Posterior", original: Tensor) -> Tensor:
+def mean_of(posterior: Posterior, original: Tensor) -> Tensor:
     """Return theta in mean mode, whole; the gradient passes to the parameter."""
     own = part_of(posterior)
     with torch.no_grad():
@@ -344,7 +365,8 @@ def mean_of(posterior: "Posterior", original: Tensor) -> Tensor:
     if mean is own.original:
         return original
     if not posterior.draws_on_shards:
-        return whole_of(posterior, original).mean_theta(original)
+        own_mean: Tensor = whole_of(posterior, original).mean_theta(original)
+        return own_mean
     assert posterior.layout is not None
     found = whole(posterior.layout.joined(mean)).to(original.dtype)
     if torch.is_grad_enabled() and original.requires_grad:

@@ -1,5 +1,6 @@
 """One draw of theta: a seed, the noise that follows from it, and what a forward or a block reads."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,18 @@ class Draw:
         """Drop the thetas that were kept."""
         self.kept.clear()
         self.parts.clear()
+
+    def all_thetas(self, posteriors: Sequence[Posterior]) -> dict[Posterior, Tensor]:
+        """Return the thetas that are drawn as soon as an outermost forward begins, of all posteriors in its module.
+
+        This is the place for one grouped launch on an accelerator. On a CPU a read draws its own tensor, which is then
+        in the cache; so do shards, which are gathered when their module runs, and what torch.func transforms.
+
+        Args:
+            posteriors: Those that the forward draws.
+        """
+        here = [p for p in posteriors if p.layout is None and p.original.device.type not in ("cpu", "meta")]
+        return {} if transformed() else {p: self.theta(p, p.original) for p in here}
 
     def theta(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return this draw's theta of one posterior."""

@@ -1,7 +1,6 @@
 """The hooks by which every module tells its model's scope where a forward begins and ends."""
 
 import copy
-import sys
 from collections import OrderedDict
 from types import FunctionType
 from typing import Any
@@ -33,11 +32,11 @@ class Enter(Hook):
     """Forward pre-hook: a module's forward begins."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Enter the scope, with the stack frame that lives as long as the forward."""
+        """Enter the scope."""
         if torch.compiler.is_compiling():
             self.scope.enter_compiled(module)
         else:
-            self.scope.enter(module, sys._getframe(1))
+            self.scope.enter(module)
 
 
 class Leave(Hook):
@@ -69,7 +68,8 @@ def put_hooks(model: nn.Module, scope: Scope) -> None:
 def _own_code(hook: type[Enter] | type[Leave]) -> Any:
     """Derive a hook with code of its own, for a model as a whole.
 
-    Torch compiles a model's hooks apart from its forward, and refuses more than a handful of variants of one code.
+    torch.compile compiles a model's hooks apart from its forward, and refuses more than eight variants of one code; a
+    process with more compiled models would fall back to eager mode.
     """
     call: Any = hook.__call__
     code = FunctionType(call.__code__.replace(), call.__globals__, call.__name__)

@@ -24,12 +24,42 @@ ALIASES = {
     "deep_ensemble": "ensemble",
 }
 LARGEST_NST = 100_000  # samples; more is a slip, or a damaged file
+NAMES = {"num_samples": "nst", "kl_weight": "kld", "data_multiplier": "Ninflate", "noise_scale": "nd"}
+"""Readable names of the options that go by the paper's: both are taken and can be read, the paper's is stored."""
+
 ARGUMENTS = ("prior_sig", "prior_mean", "bias", "include", "exclude")  # of bayesify, for every method
 
 
+class Options(type):
+    """The class of method classes, which take options by their readable names too."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        """Return the options of a method."""
+        return super().__call__(*args, **stored_names(cls, options))
+
+
+def stored_names(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under the names that a method stores them by.
+
+    Raises:
+        ValueError: An option is given under both of its names.
+    """
+    known = {f.name for f in fields(cls)}
+    out: dict[str, Any] = {}
+    for name, value in options.items():
+        own = NAMES[name] if NAMES.get(name) in known else name
+        if own in out:
+            readable = next(readable for readable, stored in NAMES.items() if stored == own)
+            raise ValueError(f"{readable!r} and {own!r} are one option, got both; give one of them")
+        out[own] = value
+    return out
+
+
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(metaclass=Options):
     """Options of a method.
+
+    `num_samples`, `kl_weight`, `data_multiplier`, `noise_scale` are other names of `nst`, `kld`, `Ninflate`, `nd`.
 
     Attributes:
         bias: How biases are treated, one of `bias_treatments`.
@@ -57,6 +87,11 @@ class Method:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             REGISTRY[cls.name] = cls
+
+    def __getattr__(self, name: str) -> Any:
+        if NAMES.get(name) in {f.name for f in fields(self)}:
+            return getattr(self, NAMES[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __post_init__(self) -> None:
         if self.bias not in self.bias_treatments:
@@ -202,10 +237,12 @@ def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]
             f"method must be a name {sorted(REGISTRY)} or an object of bayesify.methods, got {method!r}{hint}"
         )
     known = [f.name for f in fields(cls)]
+    given = stored_names(cls, given)
     for option in given:
         if option not in known:
+            names = [*known, *(name for name, own in NAMES.items() if own in known), *ARGUMENTS]
             raise ValueError(
-                f"unknown option {option!r} for method {cls.name!r}{_closest(option, [*known, *ARGUMENTS])}; "
+                f"unknown option {option!r} for method {cls.name!r}{_closest(option, names)}; "
                 f"options: {known}, and for every method {list(ARGUMENTS)}"
             )
     return replace(method, **given) if isinstance(method, Method) else cls(**given)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from bayesify.core.modes import block_of
 from bayesify.core.posterior import Posterior
@@ -50,7 +49,7 @@ class Mixture(nn.Module):
         """Return the number of the member that a forward runs now."""
         scope: Any = next((p.reader for p in posteriors_in(self)), None)
         node = torch._C._current_autograd_node()
-        block = None if scope is None else block_of(scope, self, node)
+        block = None if scope is None else block_of(scope)
         if block is not None:
             return block.mode.member
         if node is not None:
@@ -148,15 +147,20 @@ def member_scopes(model: nn.Module, scopes: Sequence[Any]) -> list[list[Any]]:
 def _sharable(member: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (name, module, attribute, tensor) of all that no forward changes: frozen weights, tables, prior means.
 
-    The statistics of normalization layers, and what parametrizations of others keep, belong to their member.
+    A table is a buffer that no state dict holds, or one of whole numbers. Floating point buffers of state dicts may be
+    running statistics, whatever layer they are in: they belong to their member, as single numbers do, which may count.
     """
     for path, module in member.named_modules():
         if isinstance(module, Posterior):
             yield f"{path}.{CENTER}", module, CENTER, module.prior_center
             continue
         frozen = {n: p for n, p in module._parameters.items() if p is not None and not p.requires_grad}
-        moving = isinstance(module, _NormBase) or "parametrizations." in path
-        tables = {} if moving else {n: b for n, b in module._buffers.items() if b is not None}
+        fleeting = set() if "parametrizations." in path else module._non_persistent_buffers_set
+        tables = {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.dim() and (name in fleeting or not buffer.is_floating_point())
+        }
         for name, tensor in (*frozen.items(), *tables.items()):
             yield f"{path}.{name}", module, name, tensor
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.compile import posterior_of
-from bayesify.core.distributed import part, part_of
+from bayesify.core.distributed import over_processes, part, part_of
 from bayesify.core.posterior import Posterior, Step, check_versions, holding
 from bayesify.core.quadratics import Part, host, quadratic_energy, summed, wide
 from bayesify.core.reading import Scope
@@ -131,12 +131,7 @@ def _total(terms: Terms, means: list[Tensor]) -> Tensor:
     for posterior, mean in zip(terms.posteriors, means, strict=True):
         group = None if posterior.layout is None else posterior.layout.group
         groups.setdefault((group, mean.device), []).append((posterior, mean))
-    found: dict[Any, Tensor] = {}
-    for (group, _), members in groups.items():
-        numbers = _of_posteriors(terms, members)
-        found[group] = found[group] + numbers.to(found[group]) if group in found else numbers
-    first, *others = (s if group is None else group.summed(s) for group, s in found.items())
-    return first if not others else torch.stack([first, *(o.to(first) for o in others)]).sum(0)
+    return over_processes((members[0][0], _of_posteriors(terms, members)) for members in groups.values())
 
 
 def _of_posteriors(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
@@ -160,9 +155,14 @@ def _of_posteriors(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Ten
         rows = torch.stack([summed(p) for p, _ in parts]) if _differentiable(parts) else _rows(parts).to(total)
         now = [(rows * weights[:, :-1]).sum(), (rows[:, 0] * weights[:, -1]).sum()]
         total = total + torch.nn.functional.pad(torch.stack(now), (0, 2))
-    if observed := [p.observed for p, _ in members if p.observed is not None]:
+    if observed := [_share(p, p.observed) for p, _ in members if p.observed is not None]:
         total = total + torch.nn.functional.pad(torch.stack(observed).sum(0).to(total), (2, 0))
     return total + torch.nn.functional.pad(total.new_full((1,), constant), (0, 3)) if constant else total
+
+
+def _share(posterior: Posterior, observed: Tensor) -> Tensor:
+    """Return this process's share of what it has observed on all rows of a posterior, sharded or not."""
+    return observed if posterior.layout is None else observed / posterior.layout.size
 
 
 def _of_one_length(jobs: list[tuple[Part, float]]) -> Iterable[list[tuple[Part, float]]]:

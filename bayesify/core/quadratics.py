@@ -1,7 +1,7 @@
 """The Gaussian prior's term and its gradient, as formulas of elements; energies as weighted sums of formulas."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from bayesify.core.stored import LOW_PRECISION
 from bayesify.engine.dispatch import run, total, transformed
 from bayesify.engine.writing import Formula, several
 
-if TYPE_CHECKING:
-    from bayesify.core.posterior import Posterior
+Posterior = Any  # bayesify.core.posterior.Posterior, which imports this file
 
 Factor = float | Tensor
 
@@ -21,7 +20,7 @@ def state_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
 
 
-def deviation(mean: Tensor, posterior: "Posterior") -> Tensor:
+def deviation(mean: Tensor, posterior: Posterior) -> Tensor:
     """Return m - theta0 in the state's dtype: a new tensor, or `mean` itself where theta0 is zero."""
     mean = mean.to(state_dtype(mean))
     return mean if posterior.zero_prior else mean - posterior.prior_center
@@ -93,21 +92,21 @@ def pulled(m: Any, m0: Any, factor: Any) -> Any:
     return factor * (m - m0)
 
 
-def quadratic_terms(mean: Tensor, posterior: "Posterior", precision: float, scale: float) -> Energy:
+def quadratic_terms(mean: Tensor, posterior: Posterior, precision: float, scale: float) -> Energy:
     """Return scale * precision/2 |m - theta0|^2."""
     factor = math.sqrt(scale) * math.sqrt(precision / 2)
     inputs = (*scaled((mean, posterior.center), factor), factor)
     return Energy((Part(squares, inputs, (1.0,)),), unit=1 / factor if factor else math.inf)
 
 
-def quadratic_energy(mean: Tensor, posterior: "Posterior", precision: float, scale: float) -> Tensor:
+def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale: float) -> Tensor:
     """Return scale * precision/2 |m - theta0|^2, or 0 under a flat prior."""
     if posterior.flat:
         return mean.new_zeros((), dtype=wide(mean))
     return evaluated(quadratic_terms(mean, posterior, precision, scale))
 
 
-def quadratic_pull(mean: Tensor, posterior: "Posterior", factor: Factor) -> Tensor | None:
+def quadratic_pull(mean: Tensor, posterior: Posterior, factor: Factor) -> Tensor | None:
     """Return factor (m - theta0), or None under a flat prior."""
     if posterior.flat:
         return None

@@ -1,15 +1,17 @@
-"""Sums over the processes of a distributed run, each of which has seen its own part of the data."""
+"""The processes of a distributed run: sums over them, and what replicas must agree on."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 def several() -> bool:
-    """Tell whether there is more than one process."""
+    """Return whether there is more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -37,3 +39,32 @@ def sum_over(totals: dict[str, Tensor], like: Mapping[str, Tensor]) -> None:
         if name not in totals:
             totals[name] = torch.zeros(shape, dtype=dtype, device=like[name].device)
         dist.all_reduce(totals[name])
+
+
+def agree(scope: Any) -> None:
+    """Take over prior, moments and results of rank 0 in the first forward under DistributedDataParallel.
+
+    Replicas that were built from different random numbers get the weights of rank 0 when they are wrapped, and prior
+    means and scales follow from weights. DistributedDataParallel itself knows parameters and buffers only.
+    """
+    around = DistributedDataParallel._active_ddp_module
+    if around is None or (scope.replica_of is not None and scope.replica_of() is around):
+        return
+    scope.replica_of = weakref.ref(around)
+    group = around.process_group
+    first = dist.get_global_rank(group, 0)
+    about = [[(p.found(), p.prior_sig, {n: (t.shape, t.dtype) for n, t in p.held().items()}) for p in scope.posteriors]]
+    dist.broadcast_object_list(about, src=first, group=group)
+    for posterior, (results, sig, tensors) in zip(scope.posteriors, about[0], strict=True):
+        posterior.__dict__.update(results, prior_sig=sig)
+        for name in posterior.kept:
+            own = getattr(posterior, name)
+            if name not in tensors:
+                setattr(posterior, name, None)
+                continue
+            shape, dtype = tensors[name]
+            if own is None or (own.shape, own.dtype) != (shape, dtype):
+                own = torch.empty(shape, dtype=dtype, device=posterior.original.device)
+                setattr(posterior, name, own)
+            dist.broadcast(own, src=first, group=group)
+        posterior._look_at_center()

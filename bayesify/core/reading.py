@@ -1,38 +1,37 @@
-"""One coherent theta: which value a model's reads see, and for how long.
+"""Which theta a read sees: one per outermost forward, wherever and however often the model reads it.
 
-Every read of a parameter inside one outermost forward sees the same theta. A recomputation inside a backward pass
-(activation checkpointing) sees the theta of the forward that it repeats. All state belongs to one model, and what
-runs now to one thread or coroutine.
+Hooks on every module tell the model's `Scope` where a forward begins and ends. The outermost one opens a `Frame`, which
+holds a draw; reads look their theta up in it. A forward of the root always opens a frame of its own. A module that is
+called alone is its own outermost forward, and a read outside of every forward is one that is a single parameter wide.
 
-In compiled code the outermost forward decides as ever what is read, but by a seed that is a tensor, and each read is
-the posterior's own formula of mean and noise: one graph serves all draws. What only watches is left to eager mode.
+Inside a backward pass a forward is a recomputation, and reads what the forward that it repeats has read. In compiled
+code the draw's seed is a tensor, so that one graph serves all draws.
 """
 
 import copy
+import threading
 import warnings
 import weakref
-from collections.abc import Iterable
-from types import FrameType
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bayesify.core import caches, lost
 from bayesify.core.compile import enroll, graph, training_seed_of
 from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself, whole
-from bayesify.core.draws import BY_TRAINING_FLAG, MEAN, PRIOR, Draw, Mode, Traced
-from bayesify.core.frames import Frame, Now, Thread
+from bayesify.core.draws import BY_TRAINING_FLAG, MEAN, NOWHERE, PRIOR, Draw, Mode, Traced
 from bayesify.core.method import Method
-from bayesify.core.modes import block_of, own_block
+from bayesify.core.modes import block_of
 from bayesify.core.posterior import Posterior
-from bayesify.core.recompute import Past, Record, node_count
-from bayesify.core.remade import Remaking
-from bayesify.core.replicas import agree
+from bayesify.core.ranks import agree
+from bayesify.core.recompute import Past, Record, Remaking, Track, node_count
 from bayesify.core.seeds import shared_seed, training_seed
 from bayesify.core.start import Buffers
-from bayesify.engine.dispatch import transformed
+
+OURS = (parametrize.ParametrizationList, Posterior)  # no modules of the model's own
+FORWARD = 9  # calls between a line that calls a model and a warning in its forward: hooks, and torch's own
 
 
 class Site(NamedTuple):
@@ -43,22 +42,51 @@ class Site(NamedTuple):
     order: tuple[str, ...]
 
 
-class Scope:
-    """The reads of one bayesified model: its blocks, its running forwards and its memory of past ones."""
+class Frame:
+    """One outermost forward: the modules that run, what they read, and the thetas that they have read so far."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        method: Method,
-        posteriors: list[Posterior],
-        sites: list[Site],
-        caching: list[nn.RNNBase],
-    ) -> None:
+    def __init__(self, mode: Mode, start: int = 0) -> None:
+        self.mode = mode
+        self.start = start
+        self.stack: list[nn.Module] = []
+        self.thetas: dict[Posterior, Tensor] = {}
+        self.remaking: Remaking | None = None
+        self.traced = NOWHERE
+
+    def close(self) -> None:
+        """Let graphs keep their tensors again."""
+        if self.remaking is not None:
+            self.remaking.end()
+            self.remaking = None
+
+
+class Now:
+    """What one thread does with a model: its running forward, its past ones, and a block inside compiled code."""
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.track = Track()
+        self.mode: Mode | None = None
+        self.watched: Collection[Posterior] = ()  # by a prediction that asks what a module depends on
+        self.touched = False
+
+
+class Thread(threading.local):
+    """The thread's own `Now`: compiled code can write to a plain object only."""
+
+    def __init__(self) -> None:
+        self.now = Now()
+
+
+class Scope:
+    """The reads of one bayesified model: its running forwards, by thread, and its memory of past ones."""
+
+    def __init__(self, root: nn.Module, method: Method, posteriors: list[Posterior], sites: list[Site]) -> None:
         self.root: nn.Module | None = root
         self.method = method
         self.posteriors = posteriors
         self.sites = sites
-        self.caching = caching
+        self.recurrent = [m for m in root.modules() if isinstance(m, nn.RNNBase)]
         self.replica_of: weakref.ref[nn.Module] | None = None
         self.sharded = False
         self.step_draw: Draw | None = None
@@ -69,32 +97,27 @@ class Scope:
         """The parameters that have no posterior since they were frozen when `bayesify` was called."""
         self.told: set[str] = set()
         self.scores: dict[str, float] = {}  # of an evaluation, for the model card
-        self.tree: lost.Tree | None = None
         self.buffers = Buffers()
         self._forget()
 
     def _forget(self) -> None:
         self.number = enroll(self, self.posteriors)
+        self.links: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._thread = Thread()
         self._past = Past()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scope":
         """Copy for a copied model: its own posteriors, nothing of the running state."""
-        caches.forget_weights(self.caching)  # an RNN that was moved holds samples, which cannot be copied
+        forget_weights(self.recurrent)  # an RNN that was moved holds samples, which cannot be copied
         copied = object.__new__(Scope)
         memo[id(self)] = copied
-        copied.method = self.method
+        copied.__dict__.update(self.__dict__)
         copied.root = memo.get(id(self.root))  # none where only a part of the model is copied
-        copied.posteriors = copy.deepcopy(self.posteriors, memo)
-        copied.sites = copy.deepcopy(self.sites, memo)
-        copied.caching = copy.deepcopy(self.caching, memo)
+        for name in ("posteriors", "sites", "recurrent", "buffers"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         copied.step_draw = copied.replica_of = None
-        copied.sharded = self.sharded
         copied.penalized = True  # nobody knows what a copy is for
-        copied.told, copied.scores, copied.frozen = set(self.told), dict(self.scores), self.frozen
-        copied.starts_at_prior = self.starts_at_prior
-        copied.tree = None
-        copied.buffers = copy.deepcopy(self.buffers, memo)
+        copied.told, copied.scores = set(self.told), dict(self.scores)
         copied._forget()
         return copied
 
@@ -103,8 +126,13 @@ class Scope:
         """What the running thread does with the model."""
         return self._thread.now
 
+    @property
+    def mode(self) -> Mode:
+        """The mode of the forward that is running."""
+        return BY_TRAINING_FLAG if self.now.frame is None else self.now.frame.mode
+
     def trains(self, posterior: Posterior) -> bool:
-        """Tell whether the model is in train mode, whatever flag the module around a posterior has.
+        """Return whether the model is in train mode, whatever flag the module around a posterior has.
 
         A normalization layer in eval mode inside a training model must be sampled, or its spread would learn from the
         prior alone. A copied part without its model follows its own flag.
@@ -113,14 +141,17 @@ class Scope:
 
     # -- forwards ----------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module, caller: FrameType | None) -> None:
-        """Begin a module's forward; the outermost one decides what is read."""
+    def enter(self, module: nn.Module) -> None:
+        """Begin a module's forward; the outermost one decides what is read.
+
+        What an interrupt (no `Exception`) has left open is closed by the next forward of the same module.
+        """
         frame = self.now.frame
-        if frame is None or not frame.runs() or (frame.caller is None and module is self.root):
-            if frame is not None and frame.remaking is not None:
-                frame.remaking.end()
-            self.now.frame = None
-            frame = self.now.frame = self._begin(module, caller)
+        if frame is None or module is self.root or module is frame.stack[0]:
+            if frame is not None:
+                frame.close()
+            self.now.frame = None  # also where an error follows
+            frame = self.now.frame = self._begin(module)
             if self.sharded and torch.is_grad_enabled():
                 frame.remaking = Remaking()
         frame.stack.append(module)
@@ -138,10 +169,10 @@ class Scope:
             if frame.remaking is not None:
                 frame.remaking.drop(module)
         if not frame.stack:
-            if frame.remaking is not None:
-                frame.remaking.end()
+            frame.close()
             self.now.frame = None
-            self._end(module, frame)
+            forget_weights(self.recurrent)
+            self._past.remember(self.now.track, Record.of(frame.mode, frame.start, module))
 
     def enter_compiled(self, module: nn.Module) -> None:
         """Begin a module's forward in compiled code; only an outermost one leaves a trace."""
@@ -151,17 +182,44 @@ class Scope:
     def leave_compiled(self, module: nn.Module) -> None:
         """End a module's forward in compiled code."""
         frame = self.now.frame
-        if frame is not None and frame.caller is None and frame.stack[0] is module:
+        if frame is not None and frame.traced is not NOWHERE and frame.stack[0] is module:
             self.now.frame = None
+
+    def _begin(self, module: nn.Module) -> Frame:
+        """Choose the mode of an outermost forward."""
+        if module is self.root:
+            self.look_for_replaced()
+        if getattr(module, "_is_replica", False):
+            raise RuntimeError(
+                "a replica of nn.DataParallel runs in a thread that knows nothing of mean, sample and predict around "
+                "it; use DistributedDataParallel, or one device"
+            )
+        agree(self)
+        if not self.sharded and self.root is not None:
+            self.sharded = follow_at_work(self.root, self.posteriors)
+        node, start = torch._C._current_autograd_node(), node_count()
+        sampled = self._sampled_under(module)
+        block = block_of(self)
+        mode = BY_TRAINING_FLAG if block is None else block.mode
+        if node is not None and not (block is not None and block.in_backward):
+            mode = self._recall(module, node, mode, fresh=bool(sampled))
+        elif mode is BY_TRAINING_FLAG and sampled:
+            mode = Mode(draw=self.step_draw or Draw(self._past.remember_seed(self._seed()), fresh=True))
+        self.buffers.put(self.root, start=mode.start)
+        frame = Frame(mode, start)
+        if mode.draw is not None and not isinstance(module, Posterior):
+            inside = self._random_under(module)
+            frame.thetas.update(mode.draw.all_thetas([p for p in inside if self._draws(mode, p) and not p.particles]))
+        return frame
 
     def _begin_compiled(self, module: nn.Module) -> Frame:
         """Choose the mode of an outermost forward, as `_begin` does."""
-        block = own_block(self)
+        block = block_of(self)
         mode = self.now.mode or (BY_TRAINING_FLAG if block is None else block.mode)
         if mode is BY_TRAINING_FLAG and self._sampled_under(module):
             whole = module is self.root
             mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
-        frame = Frame(mode, None, 0, recomputes=False)
+        frame = Frame(mode)
         frame.traced = Traced(graph())
         frame.stack.append(module)
         return frame
@@ -183,52 +241,9 @@ class Scope:
             )
         return int(mode.draw.seed)
 
-    def _begin(self, module: nn.Module, caller: FrameType | None) -> Frame:
-        """Choose the mode of an outermost forward."""
-        self.look_for_lost_writes()
-        if module is self.root:
-            lost.look_for_replaced(self)
-        agree(self)
-        if not self.sharded and self.root is not None:
-            self.sharded = follow_at_work(self.root, self.posteriors)
-        node = torch._C._current_autograd_node()
-        start = node_count()
-        sampled = self._sampled_under(module)
-        block = block_of(self, module, node)
-        mode = BY_TRAINING_FLAG if block is None else block.mode
-        if node is not None and not (block is not None and block.in_backward):
-            mode = self._recall(module, node, mode, fresh=bool(sampled))
-        elif mode is BY_TRAINING_FLAG and sampled:
-            mode = Mode(draw=self._training_draw())
-        self.buffers.put(self.root, start=mode.start)
-        return Frame(mode, caller, start, recomputes=node is not None)
-
-    def _training_draw(self) -> Draw:
-        """Return a fresh draw, or that of the present step where an optimizer says which it is."""
-        if self.step_draw is not None:
-            return self.step_draw
-        return Draw(self._past.remember_seed(self._seed()), fresh=True)
-
     def _seed(self) -> int:
         """Take the seed of a training forward from the global generator."""
         return shared_seed() if self.method.same_draw else training_seed()
-
-    def _end(self, module: nn.Module, frame: Frame) -> None:
-        """Remember a finished outermost forward for recomputations."""
-        caches.forget_weights(self.caching)
-        draw = frame.mode.draw
-        self._past.remember(
-            Record(
-                start=frame.start,
-                end=node_count(),
-                module=weakref.ref(module),
-                seed=draw.seed if draw else None,
-                pinned=draw is not None and draw.pinned,
-                fresh=draw is not None and draw.fresh,
-                mean=frame.mode.mean,
-                prior=frame.mode.prior,
-            )
-        )
 
     def _sampled_under(self, module: nn.Module) -> list[Posterior]:
         """Return the posteriors inside a module that train() samples now."""
@@ -244,16 +259,14 @@ class Scope:
             inside = (m for m in module.modules() if isinstance(m, Posterior) and m.reader is self)
         return [p for p in inside if p.random]
 
-    # -- seeds and recomputations ------------------------------------------------------------------------------
-
     def _recall(self, module: nn.Module | None, node: Any, mode: Mode, *, fresh: bool) -> Mode:
-        """Find the mode of the forward that a recomputation inside a backward pass repeats.
+        """Return the mode of the forward that a recomputation inside a backward pass repeats.
 
         Where the checkpoint lies inside a forward, the node that runs now is one of that forward's. Where a whole
         forward lies inside the checkpoint, checkpointing has put the global generator back, and the seed that it gives
         is one that was given before.
         """
-        record = self._past.find(node, module, lambda posterior: posterior.reader is self)
+        record = self._past.find(node, module)
         if record is None and (mode is not BY_TRAINING_FLAG or not fresh):
             return mode
         if record is not None and not record.is_drawn_again(module):
@@ -267,7 +280,7 @@ class Scope:
         torch.set_rng_state(state)
         what = "part of it" if module is None else type(module).__name__
         raise RuntimeError(
-            f"a {what} is run inside a backward pass, and it cannot be told which forward it repeats. "
+            f"a {what} is run inside a backward pass, and this recomputation cannot be matched to a forward pass. "
             "With activation checkpointing around the whole model keep preserve_rng_state=True; to run the model for "
             "another purpose there, do it under bayesify.mean(model) or bayesify.sample(model, seed=...)"
         )
@@ -276,32 +289,29 @@ class Scope:
 
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read of a posterior sees now."""
-        if posterior in self.now.watched:
-            self.now.touched = True
+        now = self.now
         if torch.compiler.is_compiling():
-            return self._theta(self.now.frame or self._begin_compiled(posterior), posterior, original)
+            return self._theta(now.frame or self._begin_compiled(posterior), posterior, original)
         if parametrize._cache_enabled:
             raise RuntimeError(
                 f"{posterior.name!r} is read inside torch.nn.utils.parametrize.cached(), which would freeze its draw; "
                 "leave cached() out: every forward of a bayesified model reads one theta by itself"
             )
-        frame = self.now.frame
-        if frame is None or not frame.runs():
-            # Outside every forward: a forward of its own, one parameter wide.
-            theta = self._theta(self._begin(posterior, None), posterior, original)
-            if theta is not original and not theta.is_inference() and not transformed():
-                self.now.bare = lost.BareRead.of(posterior, theta)
-            return theta
-        return self._theta(frame, posterior, original)
+        if posterior in now.watched:
+            now.touched = True
+        return self._theta(now.frame or self._begin(posterior), posterior, original)
+
+    def _draws(self, mode: Mode, posterior: Posterior) -> bool:
+        """Return whether a posterior is drawn in a mode, where it has something to sample."""
+        return mode.draw is not None and (mode.draw.pinned or (posterior.stochastic and self.trains(posterior)))
 
     def _theta(self, frame: Frame, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read in a forward sees."""
         mode, draw = frame.mode, frame.mode.draw
         if mode.prior:
             return whole(posterior.prior_center).to(original.dtype).expand(posterior.shape).contiguous()
-        trains = not mode.mean and (draw is None or not draw.pinned) and self.trains(posterior)
-        if draw is None or not posterior.random or not (draw.pinned or (trains and posterior.stochastic)):
-            if trains:
+        if draw is None or not posterior.random or not self._draws(mode, posterior):
+            if not mode.mean and (draw is None or not draw.pinned) and self.trains(posterior):
                 return original
             return posterior.mean_theta(original) if posterior.layout is None else mean_of(posterior, original)
         if posterior.particles:
@@ -312,28 +322,58 @@ class Scope:
             return frame.traced.theta(draw, posterior, original)
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
-            check_whole(posterior, original)
+            if posterior.layout is not None:
+                check_whole(posterior, original)
             theta = frame.thetas[posterior] = draw.theta(posterior, original)
             if frame.remaking is not None and theta is not original:
                 frame.remaking.add(posterior, draw.seed, theta)
         return theta
 
-    @property
-    def mode(self) -> Mode:
-        """The mode of the forward that is running."""
-        return BY_TRAINING_FLAG if self.now.frame is None else self.now.frame.mode
+    # -- mistakes ----------------------------------------------------------------------------------------------
 
-    def look_for_lost_writes(self) -> None:
-        """Warn, once, where a weight that was read outside of a forward has been written to since."""
-        bare, self.now.bare = self.now.bare, None
-        lost.look_for_written(self, bare)
+    def look_for_replaced(self) -> None:
+        """Warn, once, where a forward finds that a module with posteriors was replaced; a lookup for each child."""
+        if any(children.get(name) is not child for children, name, child in self.links):
+            self.links = []
+        if not self.links and self.root is not None and "replaced" not in self.told:
+            self.warn_of_replaced(self.root.modules(), FORWARD)
+            self.links = [
+                (module._modules, name, child)
+                for module in self.root.modules()
+                if not isinstance(module, OURS)
+                for name, child in module._modules.items()
+                if child is not None and not isinstance(child, OURS)
+            ]
 
-    # -- the penalty's watch -----------------------------------------------------------------------------------
+    def warn_of_replaced(self, modules: Iterable[nn.Module], level: int = 4) -> None:
+        """Warn, once, where a module with posteriors is not among those that the model has now.
+
+        Args:
+            modules: Those.
+            level: How many calls above is the caller that the warning points at.
+        """
+        if "replaced" not in self.told and (why := self.replaced(modules)):
+            self.told.add("replaced")
+            warnings.warn(why, stacklevel=level)
+
+    def replaced(self, modules: Iterable[nn.Module]) -> str | None:
+        """Return what is wrong where a module was replaced after `bayesify`; `modules` are those of the model now."""
+        present = set(map(id, modules))
+        if id(self.root) not in present:
+            return None  # a part of the model
+        gone = [s for s in self.sites if id(s.module) not in present]
+        if not gone:
+            return None
+        kept: Any = gone[0].module.parametrizations
+        return (
+            f"{kept[gone[0].attribute][0].name!r} was made Bayesian, and its module is no longer in the model; "
+            "what has taken its place is not Bayesian. Replace modules first: unbayesify(model), replace, bayesify"
+        )
 
     def warn_in_eval(self) -> None:
         """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""
         sampled = [p for p in self.posteriors if p.stochastic and p.random]
-        if sampled and "eval" not in self.told and own_block(self) is None and not any(map(self.trains, sampled)):
+        if sampled and "eval" not in self.told and block_of(self) is None and not any(map(self.trains, sampled)):
             self.told.add("eval")
             warnings.warn(
                 "the model is in eval mode, so its loss is that of the posterior mean, and the spread learns from the "
@@ -343,7 +383,16 @@ class Scope:
 
 
 def _no_grad_wanted(posterior: Posterior, original: Tensor) -> bool:
-    """Tell whether a theta without gradient will do."""
+    """Return whether a theta without gradient will do."""
     return not torch.is_grad_enabled() or not (
         original.requires_grad or any(p.requires_grad for p in posterior.learnable())
     )
+
+
+def forget_weights(modules: list[nn.RNNBase]) -> None:
+    """Let RNNs drop the list of weights that their last forward read; they read them anew in the next one."""
+    for module in modules:
+        kept = getattr(module, "parametrizations", {})
+        module._flat_weights = [
+            kept[name].original if name in kept else getattr(module, name, None) for name in module._flat_weights_names
+        ]

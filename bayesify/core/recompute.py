@@ -1,22 +1,23 @@
-"""Past forwards, and which of them a recomputation inside a backward pass repeats.
+"""Past forwards, and which of them a recomputation inside a backward pass repeats; thetas that no graph keeps.
 
 Autograd numbers its nodes in the order in which a thread makes them. A forward is known by its thread and the numbers
-of its nodes, a recomputation by the node on whose behalf it runs. Where forwards of several threads have that number,
-the samples in the graph below the node tell which is meant; where they do not, it is an error.
+of its nodes, a recomputation by the node on whose behalf it runs: whatever kind of checkpointing it is. Where forwards
+of several threads have that number and have read different things, it is an error.
 """
 
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from bayesify.core.draws import Mode
+from bayesify.core.posterior import Posterior
 
 REMEMBERED_FORWARDS = 1 << 14
 REMEMBERED_THREADS = 64
-SEARCHED_NODES = 1 << 12
 
 
 def node_count() -> int:
@@ -47,22 +48,25 @@ class Record(NamedTuple):
     mean: bool
     prior: bool
 
+    @classmethod
+    def of(cls, mode: Mode, start: int, module: nn.Module) -> "Record":
+        """Return the record of a forward that ends now."""
+        draw, end = mode.draw, node_count()
+        if draw is None:
+            return cls(start, end, weakref.ref(module), None, False, False, mode.mean, mode.prior)
+        return cls(start, end, weakref.ref(module), draw.seed, draw.pinned, draw.fresh, mode.mean, mode.prior)
+
     @property
     def hidden(self) -> bool:
         """Whether the forward left no autograd nodes."""
         return self.start == self.end
 
-    @property
-    def reads(self) -> tuple[Any, ...]:
-        """What the forward read: forwards that agree in this need not be told apart."""
-        return self.seed, self.pinned, self.fresh, self.mean, self.prior
-
     def is_drawn_again(self, module: nn.Module | None) -> bool:
-        """Tell whether the recomputation by `module` runs the whole forward, so that it takes its seed once more."""
+        """Return whether the recomputation by `module` runs the whole forward, so that it takes its seed once more."""
         return self.fresh and (self.hidden or self.module() is module)
 
     def contains(self, module: nn.Module | None) -> bool:
-        """Tell whether a module lies inside the one that ran; None is a part of it by all means."""
+        """Return whether a module lies inside the one that ran; None is some part of it."""
         outer = self.module()
         return module is None or (outer is not None and any(m is module for m in outer.modules()))
 
@@ -99,18 +103,14 @@ class Past:
     """The forwards of every thread, and the seeds that were drawn for them."""
 
     def __init__(self) -> None:
-        self.tracks: OrderedDict[object, Track] = OrderedDict()
+        self.tracks: OrderedDict[Track, None] = OrderedDict()
         self.seeds: OrderedDict[int, None] = OrderedDict()
-        self._local = threading.local()
         self._lock = threading.Lock()
 
-    def remember(self, record: Record) -> None:
+    def remember(self, track: Track, record: Record) -> None:
         """Keep a finished forward; the threads that were longest without one make room for new threads."""
-        track = getattr(self._local, "track", None)
-        if track is None:  # an object of the thread's own: a dead thread's number is given to another
-            track = self._local.track = Track()
         with self._lock:
-            self.tracks[track] = track
+            self.tracks[track] = None
             self.tracks.move_to_end(track)
             if len(self.tracks) > REMEMBERED_THREADS:
                 self.tracks.popitem(last=False)
@@ -124,42 +124,80 @@ class Past:
                 self.seeds.popitem(last=False)
         return seed
 
-    def find(self, node: Any, module: nn.Module | None, is_ours: Callable[[Any], bool]) -> Record | None:
+    def find(self, node: Any, module: nn.Module | None) -> Record | None:
         """Return the forward that made an autograd node and contains a module, or None where none is known.
 
         Args:
             node: On whose behalf the recomputation runs.
             module: What is run again; None is a part of the model that is not known.
-            is_ours: Whether a posterior is one of this model's.
 
         Raises:
             RuntimeError: Forwards of several threads have a node of this number.
         """
-        number = node._sequence_nr()
         with self._lock:
-            found = [r for track in self.tracks.values() if (r := track.find(number, module)) is not None]
-        if len({r.reads for r in found}) > 1:
-            seed = _seed_below(node, is_ours)
-            found = [r for r in found if r.seed == seed]
-            if len({r.reads for r in found}) != 1:
-                raise RuntimeError(
-                    f"a {type(module).__name__} is recomputed inside a backward pass, and forwards of several threads "
-                    "may be meant; use checkpoint(..., use_reentrant=False), or run the forwards of one model in one "
-                    "thread"
-                )
+            found = [r for track in self.tracks if (r := track.find(node._sequence_nr(), module)) is not None]
+        if len({record[3:] for record in found}) > 1:  # they have read different things
+            raise RuntimeError(
+                f"a {type(module).__name__} is recomputed inside a backward pass, and forwards of several threads may "
+                "be meant; run the forwards of one model, and their backward passes, in one thread"
+            )
         return found[0] if found else None
 
 
-def _seed_below(node: Any, is_ours: Callable[[Any], bool]) -> int | None:
-    """Return the seed of the nearest sample that a node's value was computed from."""
-    queue, seen = deque([node]), {node}
-    while queue and len(seen) < SEARCHED_NODES:
-        current = queue.popleft()
-        posterior = getattr(current, "posterior", None)
-        if posterior is not None and is_ours(posterior):
-            return int(current.seed)
-        for below, _ in current.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                queue.append(below)
-    return None
+# -- sharded models ----------------------------------------------------------------------------------------------------
+
+
+class Seed(NamedTuple):
+    """What a graph keeps in the place of a theta, or of a view of it."""
+
+    posterior: Posterior
+    seed: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Remaking:
+    """The thetas of one forward of a sharded model: backward makes them again, when FSDP2 has gathered the parameters.
+
+    A layer's backward pass needs its weights. FSDP2 frees those of a plain model after the layer's forward; a theta
+    in the graph would stay whole on every process, for every layer at once.
+    """
+
+    def __init__(self) -> None:
+        self.thetas: dict[int, tuple[Posterior, int, Tensor]] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        """Let graphs keep their tensors again."""
+        self._hooks.__exit__()
+        self.thetas.clear()
+
+    def add(self, posterior: Posterior, seed: int, theta: Tensor) -> None:
+        """Know a theta by its memory, for as long as it is not dropped."""
+        self.thetas[theta.untyped_storage().data_ptr()] = posterior, seed, theta
+
+    def drop(self, module: nn.Module) -> None:
+        """Free the thetas of a module whose parameters are sharded again."""
+        inside = set(module.modules())
+        self.thetas = {place: known for place, known in self.thetas.items() if known[0] not in inside}
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or not tensor.numel():
+            return tensor
+        known = self.thetas.get(tensor.untyped_storage().data_ptr())
+        if known is None:
+            return tensor
+        posterior, seed, theta = known
+        return Seed(
+            posterior, seed, tensor.shape, tensor.stride(), int(tensor.storage_offset() - theta.storage_offset())
+        )
+
+
+def _unpack(kept: Any) -> Any:
+    if not isinstance(kept, Seed):
+        return kept
+    with torch.no_grad():
+        theta = kept.posterior.drawn(kept.posterior.original, kept.seed)
+    return theta.as_strided(kept.size, kept.stride, theta.storage_offset() + kept.offset)

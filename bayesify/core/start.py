@@ -100,6 +100,12 @@ class Buffers:
                 self.now = []
 
 
+def plain(state_dict: dict[str, Any]) -> None:
+    """Take the buffers of the start out of a state dict that is to be a plain model's."""
+    for key in [k for k in state_dict if k.endswith(SUFFIX) and k.removesuffix(SUFFIX) in state_dict]:
+        del state_dict[key]
+
+
 def save_start(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the buffers of the start to a state dict; a hook on the bayesified model."""
     state_dict.update({prefix + name + SUFFIX: tensor for name, tensor in kept(root).items()})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bayesify.core import start
-from bayesify.core.modes import own_block
+from bayesify.core.modes import block_of
 from bayesify.core.stored import check_state_dict
 
 LOADING = (check_state_dict, start.load_start)
@@ -49,7 +49,7 @@ def warn_of_export(model: nn.Module, args: Any) -> None:
     if not (torch.compiler.is_exporting() or tracing):
         return
     scope: Any = model._bayesify_scope
-    if own_block(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):
+    if block_of(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):
         warnings.warn(
             "the exported model is the posterior's mean, without its uncertainty; export bayesify.deploy(model), "
             "or inside `with bayesify.mean(model)` if the mean is meant",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bayesify.core import caches, lost, start, surface
+from bayesify.core import start, surface
 from bayesify.core.distributed import follow, is_sharded
 from bayesify.core.draws import MEAN, PRIOR, Draw, Mode, one_draw
 from bayesify.core.hooks import put_hooks
@@ -21,7 +21,7 @@ from bayesify.core.method import Method, resolve
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.modes import TracedBlock, override
 from bayesify.core.posterior import Posterior
-from bayesify.core.reading import Scope, Site
+from bayesify.core.reading import Scope, Site, forget_weights
 from bayesify.core.seeds import draw_seeds, is_whole
 from bayesify.core.selection import Candidate, Patterns, candidates, prior_buffers, priors, select
 
@@ -155,7 +155,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
     """Register ready posteriors on their parameters, and the hooks that tell where a forward begins and ends."""
     orders = {id(m): tuple(m._parameters) for m in model.modules()}
     sites = [Site(m, a, orders[id(m)]) for c, _ in posteriors for m, a in c.places]
-    scope = Scope(model, method, [p for _, p in posteriors], sites, caches.find(model))
+    scope = Scope(model, method, [p for _, p in posteriors], sites)
     put_hooks(model, scope)
     for module in {s.module for s in sites if parametrize.is_parametrized(s.module)}:
         # Its class may be shared with copies of the module; a class of its own goes away with the posteriors.
@@ -265,7 +265,7 @@ def _unwrap(root: nn.Module, scope: Scope) -> None:
                 module._forward_hooks_always_called.pop(key, None)
     root._modules.pop(NOISE, None)
     surface.take_off(root)
-    caches.forget_weights(scope.caching)
+    forget_weights(scope.recurrent)
     del root._bayesify_scope
 
 
@@ -293,8 +293,7 @@ def scopes_of(model: nn.Module) -> list[Scope]:
         return scopes
     for scope in scopes:
         scope.sharded = follow(scope.posteriors)
-        scope.look_for_lost_writes()
-        lost.warn_of_replaced(scope, modules)
+        scope.warn_of_replaced(modules)
     return scopes
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.distributed import on_shard, part, part_of
+from bayesify.core.distributed import on_shard, over_processes, part, part_of
 from bayesify.core.draws import Draw
 from bayesify.core.penalty import pull_of
 from bayesify.core.quadratics import Factor, host, squares
@@ -148,21 +148,22 @@ class IVON(MethodOptimizer):
             return 0.0
         parts = [part_of(p) for p in near]
         jobs = [Job(squares, None, (p.original.detach(), p.center, 1 / p.prior_sig)) for p in parts]
-        return strength / (floor + host(_over_shards(near[0], _summed(jobs))[0]))
+        return strength / (floor + host(_over_shards(near, jobs)[0]))
 
     def _look(self, run: dict[str, Any]) -> None:
         """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
-        jobs = []
-        for posterior, scope in ((part_of(p), scope) for p, scope in self._own):
+        jobs, owners = [], []
+        for owner, posterior, scope in ((p, part_of(p), scope) for p, scope in self._own):
             grad, h, row = posterior.original.grad, posterior.h, posterior.fixed_row
             if grad is not None and h is not None and posterior.strength is not None:
                 if row is not None:  # which has no noise
                     grad = grad.index_fill(0, torch.tensor([row], device=grad.device), 0)
                 numbers = (posterior.strength, posterior.delta)
                 jobs.append(Job(observe, posterior.stream(_seed(scope)), (grad, h, *numbers)))
+                owners.append(owner)
         if not jobs:
             return
-        sums = _over_shards(self._own[0][0], _summed(jobs))
+        sums = _over_shards(owners, jobs)
         for name, now in zip(("cost", "power"), torch.where(sums.isfinite().all(), sums, torch.nan), strict=True):
             before = torch.as_tensor(run[name], dtype=now.dtype, device=now.device)
             run[name] = torch.where(now.isnan(), before, torch.lerp(before, now, MEMORY))
@@ -179,7 +180,7 @@ class IVON(MethodOptimizer):
                 sums = torch.stack(
                     [part(posterior.h).sum(), torch.full_like(posterior.h.sum(), part(posterior.h).numel())]
                 )
-                total, count = _over_shards(posterior, sums)
+                total, count = over_processes([(posterior, sums)])
                 state["start"] = float(total / count)
         grad, average, mean = part(whole_grad), part(state["average"]), part(param)
         if posterior is None:
@@ -265,9 +266,12 @@ def _rows(jobs: list[Job]) -> Tensor:
     return rows
 
 
-def _over_shards(posterior: IVONPosterior, sums: Tensor) -> Tensor:
-    """Add up what the processes have found, each on the rows that it holds; as it is where every one holds all."""
-    return sums if posterior.layout is None else posterior.layout.summed(sums)
+def _over_shards(owners: list[IVONPosterior], jobs: list[Job]) -> Tensor:
+    """Return the sums of jobs over posteriors and processes, each on the rows that it holds."""
+    groups: dict[Any, tuple[IVONPosterior, list[Job]]] = {}
+    for owner, job in zip(owners, jobs, strict=True):
+        groups.setdefault(None if owner.layout is None else owner.layout.group, (owner, []))[1].append(job)
+    return over_processes((owner, _summed(own)) for owner, own in groups.values())
 
 
 def _seed(scope: Scope) -> int:

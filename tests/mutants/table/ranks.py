@@ -21,7 +21,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "core/replicas.py",
+        "core/ranks.py",
         "test_ddp.py",
         ("replicas keep their own priors", "    if around is None or", "    if True or around is None or", "train"),
     ),
