@@ -1,7 +1,7 @@
 """Run the Python blocks of the site's pages, one after the other, and keep what they print beside them.
 
     python -m tests.site_pages               # write what was printed into every page
-    python -m tests.site_pages deploy scales
+    python -m tests.site_pages deploy scales ../README
 
 A ```text block that follows a ```python block is its output. The names that a page takes for granted are those of
 "Get started": a network trained on 200 digits, and loaders.
@@ -26,6 +26,7 @@ from bayesify.cli.demo import digits, trained
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (
+    "../README",
     "get_started",
     "which_method",
     "scales",
