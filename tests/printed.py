@@ -17,7 +17,7 @@ from examples.sections import write_section
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {"text": ROOT / "README.md", "lora": DOCS / "lora.md"}
+PAGES = {"lora": DOCS / "lora.md"}
 PICTURE = DOCS / "images" / "before_after.svg"
 
 

@@ -81,9 +81,9 @@ def test_a_fine_tuned_model_gets_calibration_a_threshold_and_an_alarm(given, cap
     assert out.scores["error"] == pytest.approx(before.scores["error"], abs=0.01)
     assert strange.alarm().float().mean() > out.alarm().float().mean()
     space["noise"] = next(iter(space["noise"]))
-    code = ABSTAIN.replace("700", "300")
+    code = ABSTAIN.replace("700", "300").replace("max_risk=0.05", "max_risk=0.2")
     exec(code.replace("(noise)", "(**noise)") if isinstance(space["noise"], dict) else code, space)
-    assert space["threshold"] > 0 and space["wrong"] <= max(0.05, before.scores["error"])
+    assert space["threshold"] > 0 and space["wrong"] <= 0.2
     assert "of these wrong" in capsys.readouterr().out
 
 

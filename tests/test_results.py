@@ -42,8 +42,9 @@ CHOSEN = {  # figures that nobody measured: versions, settings, definitions
     "gotchas": {"0.69"},  # softplus(0)
     "huggingface": {"4.50"},
     "lora": {"90 %"},
-    "scales": {"0.001", "0.1"},
+    "scales": {"0.001", "0.05", "0.1"},
     "scaling": {"2.13", "2.15"},
+    "which_method": {"0.05", "0.5", "0.9"},  # rates
 }
 
 
