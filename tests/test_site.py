@@ -9,7 +9,7 @@ import pytest
 
 import bayesify
 
-RETURNED = {"Diagnosis", "ConformalQuantile", "Reliability", "RiskCoverage", "Temperature", "TemperatureError"}
+RETURNED = {"Diagnosis", "ConformalQuantile", "Drift", "Reliability", "RiskCoverage", "Temperature", "TemperatureError"}
 DOCS = Path(__file__).parent.parent / "docs"
 
 
