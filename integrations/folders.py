@@ -138,7 +138,7 @@ def plain_state_dicts(model: nn.Module, thetas: Mapping[Posterior, Tensor] | Non
 
     with ExitStack() as hooks:
         for module in model.modules():
-            if _posteriors(module):
+            if _posteriors(module) or "_bayesify_scope" in module.__dict__:
                 hooks.callback(module.register_state_dict_post_hook(translate).remove)  # type: ignore[no-untyped-call]
         yield
 

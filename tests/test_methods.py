@@ -47,7 +47,7 @@ def test_options_have_a_readable_name_and_the_papers(method, readable, papers):
 @pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
-        ("via", {}, ValueError, r"unknown method 'via', did you mean 'vi'\?; methods: \['ivon', 'la', 'mc_dropout'"),
+        ("via", {}, ValueError, r"unknown method 'via', did you mean 'vi'\?; methods: \['ensemble', 'ivon', 'la'"),
         ("nothing like it", {}, ValueError, r"unknown method 'nothing like it'; methods: \["),
         (3, {}, TypeError, r"method must be a name \[.*\] or an object of bayesify.methods, got 3"),
         (methods.VI, {}, TypeError, r"method must be a name .* or an object of bayesify.methods"),

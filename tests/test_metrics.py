@@ -294,7 +294,7 @@ def test_bad_arguments_are_refused(call, kind, message):
         call()
 
 
-MODULES = ("conformal", "deciding", "detection", "gaussians", "metrics", "temperature")
+MODULES = ("conformal", "detection", "distances", "drift", "metrics", "regression", "selective", "temperature")
 
 
 @pytest.mark.parametrize("module", [getattr(bayesify.quality, name) for name in MODULES], ids=MODULES)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bayesify.core.distributed import part
+from bayesify.core.distributed import part_of
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior, Prior
 from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
@@ -87,7 +87,8 @@ class DropoutPosterior(Posterior):
     @property
     def untrained(self) -> str:
         """Whether there is nothing to drop to, as the mean is the prior's."""
-        if self.random and not torch.equal(part(self.original), part(self.prior_center).expand(self.original.shape)):
+        own = part_of(self)
+        if self.random and not torch.equal(own.original, own.prior_center.expand(own.original.shape)):
             return ""
         return "the weights are the prior mean, to which dropout goes; train first"
 

@@ -275,7 +275,7 @@ class VIPosterior(Posterior):
         if self.flat:
             return None, None
         link = LINKS[self.link]
-        scale = coef if self.step is None else self.step.size * coef / self.step.kappa
+        scale = coef if self.step is None else self.step.size * coef / self.step.kappa if self.step.kappa else 0.0
         factors = (coef + pull) * self.precision, scale * self.precision, scale
         outs = tuple(torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
         inputs = scaled((mean.detach(), self.rho.detach(), self.center), *factors)

@@ -173,12 +173,12 @@ class Regression(Likelihood):
             ValueError: They are not as many as the outputs.
         """
         if not isinstance(self.noise_var, tuple):
-            return outputs.new_tensor(self.noise_var or 1.0)
+            return outputs.new_full((), self.noise_var or 1.0)
         if outputs[0].numel() != len(self.noise_var):
             raise ValueError(
                 f"noise_var has {len(self.noise_var)} variances, the model {outputs[0].numel()} outputs per example"
             )
-        return outputs.new_tensor(self.noise_var).view(outputs.shape[1:])
+        return torch.tensor(self.noise_var, dtype=outputs.dtype).to(outputs.device).view(outputs.shape[1:])
 
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
         """Return the Gaussian's -log density of every target."""

@@ -157,7 +157,8 @@ class IVON(MethodOptimizer):
             grad, h, row = posterior.original.grad, posterior.h, posterior.fixed_row
             if grad is not None and h is not None and posterior.strength is not None:
                 if row is not None:  # which has no noise
-                    grad = grad.index_fill(0, torch.tensor([row], device=grad.device), 0)
+                    grad = grad.clone()
+                    grad[row] = 0
                 numbers = (posterior.strength, posterior.delta)
                 jobs.append(Job(observe, posterior.stream(_seed(scope)), (grad, h, *numbers)))
                 owners.append(owner)
