@@ -102,6 +102,26 @@ def trained(kind: str, folder: str) -> dict:
     return found
 
 
+def partly(kind: str) -> dict:
+    """A model of which one layer is sharded: all processes see the same data, so that the rest stays equal as well."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    method, options = METHODS[kind]
+    torch.manual_seed(0)
+    model = bayesify(ranks.Net(), method, **options).train()
+    if ranks.world() > 1:
+        fully_shard(model.out, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = optimizer_of(model, kind)
+    torch.manual_seed(7)
+    for number in range(5):
+        x, y = data(number)
+        (F.cross_entropy(model(x), y) + penalty(model, NUM_DATA)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"posterior": posterior_of(model), "penalty": whole(penalty(model, NUM_DATA))}
+
+
 def train_map(model: nn.Module) -> None:
     optimizer = optimizer_of(model.train(), "la")
     for number in range(ranks.STEPS):
@@ -274,6 +294,7 @@ def on_every_rank(folder: str) -> None:
     dist.init_process_group("gloo")
     found = {kind: trained(kind, folder) for kind in METHODS}
     found |= {f"held {kind}": held(kind) for kind in METHODS}
+    found |= {f"partly {kind}": partly(kind) for kind in ("vi", "ivon")}
     found |= {"fitted": fitted(), "fits": fits(), "own": own_draws(), "errors": errors()}
     found |= {f"resumed {kind}": resumed(kind, folder) for kind in ("vi", "sgld", "swag", "ivon")}
     found |= {f"bfloat16 {kind}": low_precision(kind) for kind in METHODS}
@@ -298,6 +319,13 @@ def test_two_shards_train_what_one_process_does(found: list[dict], alone, kind: 
     wanted = alone(trained, kind)
     for rank in found:
         assert_close(rank[kind], wanted)
+
+
+@pytest.mark.parametrize("kind", ["vi", "ivon"])
+def test_a_partly_sharded_model_trains_as_a_whole_one(found: list[dict], alone, kind: str):
+    wanted = alone(partly, kind)
+    for rank in found:
+        assert_close(rank[f"partly {kind}"], wanted)
 
 
 @pytest.mark.parametrize("kind", METHODS)
