@@ -294,7 +294,7 @@ def test_bad_arguments_are_refused(call, kind, message):
         call()
 
 
-MODULES = ("conformal", "detection", "distances", "drift", "metrics", "regression", "selective", "temperature")
+MODULES = ("conformal", "detection", "drift", "metrics", "regression", "selective", "temperature")
 
 
 @pytest.mark.parametrize("module", [getattr(bayesify.quality, name) for name in MODULES], ids=MODULES)

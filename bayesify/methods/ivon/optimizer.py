@@ -166,7 +166,8 @@ class IVON(MethodOptimizer):
             return
         sums = _over_shards(owners, jobs)
         for name, now in zip(("cost", "power"), torch.where(sums.isfinite().all(), sums, torch.nan), strict=True):
-            before = torch.as_tensor(run[name], dtype=now.dtype, device=now.device)
+            known = run[name]
+            before = known.to(now) if isinstance(known, Tensor) else torch.full_like(now, known)
             run[name] = torch.where(now.isnan(), before, torch.lerp(before, now, MEMORY))
 
     def _job(

@@ -102,7 +102,7 @@ def followed(fitted: Sequence[Fitted], factor: float) -> float:
     gamma = 0.0
     for one in fitted:
         if one.h is not None and one.weight is None:  # a joined bias is in its weight's eigenvalues
-            h = (one.h.curvature() if isinstance(one.h, Kron) else one.h).double()
+            h = (one.h.curvature() if isinstance(one.h, Kron) else one.h).cpu().double()
             ridge = 0.0 if one.posterior.flat else 1 / (one.sig * factor) ** 2
             gamma += float((h / (h + ridge + one.posterior.damping).clamp_min(1e-300)).sum())
     return gamma
