@@ -103,7 +103,8 @@ def test_weights_that_are_not_finite_are_named(task):
     model = bayesify(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "vi")
     with torch.no_grad():
         model[1].parametrizations.weight.original[0, 1] = float("nan")
-    with pytest.raises(ValueError, match=r"'1.weight' is the first parameter that is not finite.*lower learning rate"):
+    why = r"'1.weight' is the first parameter that is not finite.*lower learning rate"
+    with pytest.warns(UserWarning, match="not finite, '1.weight' first"), pytest.raises(ValueError, match=why):
         predict(model, X, samples=2, task=task)
 
 

@@ -87,7 +87,7 @@ def test_the_pages_of_all_objects():
     assert repr(out) in out._repr_html_()
 
     model, x = bayesify(nn.Linear(3, 2), "vi", init_sig=0.1, prior_sig=1.0), torch.randn(9, 3)
-    regression = predict(model, [(x, torch.randn(9, 2))], task="regression", samples=4, seed=0)
+    regression = predict(model, [(x, torch.randn(9, 2))], task="regression", samples=4, seed=0).with_noise(0.1)
     assert Cells(regression._repr_html_()).rows[0] == ["mean", "std", "low", "high", "target"]
     misfit = predict(model, [(x, torch.randn(9, 3))], task="regression", samples=4, seed=0)
     assert "do not fit" in misfit._repr_html_()

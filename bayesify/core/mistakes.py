@@ -83,9 +83,7 @@ def check_averaged(model: nn.Module) -> None:
 
 
 def _trained(posterior: Posterior, scope: Scope) -> bool:
-    """Return whether there are gradients, or the mean has left the prior mean that it started at."""
-    if posterior.original.grad is not None:
-        return True
+    """Return whether the mean has left the prior mean that it started at."""
     mean, center = part(posterior.original), part(posterior.prior_center)
     return scope.starts_at_prior and center.shape == mean.shape and not torch.equal(mean, center)
 

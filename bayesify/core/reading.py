@@ -52,6 +52,7 @@ class Frame:
         self.thetas: dict[Posterior, Tensor] = {}
         self.remaking: Remaking | None = None
         self.traced = NOWHERE
+        self.compiled = False
 
     def close(self) -> None:
         """Let graphs keep their tensors again."""
@@ -182,7 +183,7 @@ class Scope:
     def leave_compiled(self, module: nn.Module) -> None:
         """End a module's forward in compiled code."""
         frame = self.now.frame
-        if frame is not None and frame.traced is not NOWHERE and frame.stack[0] is module:
+        if frame is not None and frame.compiled and frame.stack[0] is module:
             self.now.frame = None
 
     def _begin(self, module: nn.Module) -> Frame:
@@ -220,7 +221,7 @@ class Scope:
             whole = module is self.root
             mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
         frame = Frame(mode)
-        frame.traced = Traced(graph())
+        frame.traced, frame.compiled = Traced(graph()), True
         frame.stack.append(module)
         return frame
 

@@ -309,7 +309,8 @@ def distances(entry, problem):
     problem = entry.posed(problem)
     target = entry.target(problem)
     prior_sig = None if entry.relative else problem.sig
-    model = bayesify.bayesify(problem.model(entry.copies), entry.method, prior_sig=prior_sig, **entry.options(problem))
+    options = {**entry.options(problem), **({"pull": 0.0} if entry.relative else {})}  # the Gaussian prior alone
+    model = bayesify.bayesify(problem.model(entry.copies), entry.method, prior_sig=prior_sig, **options)
     ((_, posterior),) = bayesify.named_posteriors(model)
     with torch.no_grad():
         posterior.original.copy_(target.point.expand_as(posterior.original))

@@ -84,7 +84,12 @@ MUTANTS = [
     *of(
         "core/mixture.py",
         "test_mixtures.py",
-        ("members share their statistics", "moving = isinstance(module, _NormBase) or", "moving =", "kept_once"),
+        (
+            "members share their statistics",
+            "(name in fleeting or not buffer.is_floating_point())",
+            "True",
+            "statistics",
+        ),
         ("unequal weights are shared", "or torch.equal(first, second)", "or True", "stay_apart"),
         ("always the first member", "return block.mode.member", "return 0", "draw"),
     ),

@@ -20,8 +20,8 @@ MUTANTS = [
         ("frozen parameters are taken", "not candidate.param.requires_grad", "False", "frozen"),
         (
             "the last match wins",
-            "for pattern, v in value.items() if",
-            "for pattern, v in reversed(value.items()) if",
+            "for pattern, v in value.items() if matches(pattern, c.names",
+            "for pattern, v in reversed(value.items()) if matches(pattern, c.names",
             "prior",
         ),
         ("the prior mean is the weight itself", "mean = param.clone()", "mean = param", "copy"),
