@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-pytestmark = pytest.mark.filterwarnings("ignore:no batched rule")  # of the network's bare parameter
-
 from bayesify import SGLD, bayesify, calibrate, load, mix, penalty, predict, sample, samples, save
 
+pytestmark = pytest.mark.filterwarnings("ignore:no batched rule")  # of the network's bare parameter
 X = tensor(5, 4)
 ITEMS = 11
 

@@ -309,7 +309,9 @@ def distances(entry, problem):
     problem = entry.posed(problem)
     target = entry.target(problem)
     prior_sig = None if entry.relative else problem.sig
-    options = {**entry.options(problem), **({"pull": 0.0} if entry.relative else {})}  # the Gaussian prior alone
+    options = dict(entry.options(problem))
+    if entry.relative:  # the Gaussian prior alone, and the gradients of the objective
+        options |= {"pull": 0.0, "natural": False} if entry.method == "vi" else {"pull": 0.0}
     model = bayesify.bayesify(problem.model(entry.copies), entry.method, prior_sig=prior_sig, **options)
     ((_, posterior),) = bayesify.named_posteriors(model)
     with torch.no_grad():
