@@ -24,7 +24,7 @@ from bayesify.core.quadratics import Part, host, quadratic_energy, summed, wide
 from bayesify.core.reading import Scope
 from bayesify.core.scales import nearest, step_size
 from bayesify.core.wrap import check_num_data, scopes_of
-from bayesify.engine.dispatch import Job, functional, run_all, sent, transformed
+from bayesify.engine.dispatch import Job, functional, run_all, transformed
 
 
 def penalty(model: nn.Module, num_data: float) -> Tensor:
@@ -151,7 +151,8 @@ def _of_posteriors(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Ten
         units = [(energy.unit / own.prior_sig) ** 2 * far, *(0.0 for _ in energy.parts[1:])]
         jobs += list(zip(energy.parts, units, strict=True))
     for parts in _of_one_length(jobs):
-        weights = sent([[*p.weights, unit] for p, unit in parts], first.device).to(total)
+        values = torch.tensor([[float(w) for w in (*p.weights, unit)] for p, unit in parts], dtype=total.dtype)
+        weights = total.new_empty(values.shape).copy_(values, non_blocking=True)
         rows = torch.stack([summed(p) for p, _ in parts]) if _differentiable(parts) else _rows(parts).to(total)
         now = [(rows * weights[:, :-1]).sum(), (rows[:, 0] * weights[:, -1]).sum()]
         total = total + torch.nn.functional.pad(torch.stack(now), (0, 2))
