@@ -4,14 +4,15 @@ import sys
 from types import ModuleType
 
 from bayesify import methods
-from bayesify.core import attached, surface
+from bayesify.core import VERSION, surface
 from bayesify.core.checkpoint import load, save
 from bayesify.core.groups import param_groups
-from bayesify.core.mixing import components, mix
+from bayesify.core.mixture import components, mix
 from bayesify.core.penalty import penalty
+from bayesify.core.scopes import named_posteriors
+from bayesify.core.stored import ATTACHABLE
 from bayesify.core.summary import summary
-from bayesify.core.version import VERSION
-from bayesify.core.wrap import bayesify, mean, named_posteriors, prior, sample, samples, unbayesify
+from bayesify.core.wrap import bayesify, mean, prior, sample, samples, unbayesify
 from bayesify.integrations import eval_caches, folders
 from bayesify.methods.cycles import Cycles
 from bayesify.methods.ivon.optimizer import IVON
@@ -26,7 +27,7 @@ from bayesify.quality import diagnostics, metrics, plots
 
 __version__ = VERSION
 
-attached.classes["novelty"] = Novelty  # saved with the model
+ATTACHABLE["novelty"] = Novelty  # saved with the model
 surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
 
 __all__ = [

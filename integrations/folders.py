@@ -13,9 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bayesify.core import start
-from bayesify.core.draws import MEAN
-from bayesify.core.modes import block_of, override
+from bayesify.core.modes import MEAN, block_of, drop_from_state_dict, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.stored import EXTRA
 
@@ -48,7 +46,7 @@ def _at_the_mean(name: str) -> Any:
     """Return a method of PEFT's adapters that reads the weights of the block that is in force, or else the mean."""
 
     def merge(model: Any, *args: Any, **options: Any) -> Any:
-        from bayesify.core.wrap import scopes_of  # which needs all of this folder
+        from bayesify.core.scopes import scopes_of  # which needs all of this folder
 
         with override([scope for scope in scopes_of(model) if block_of(scope) is None], MEAN):
             return getattr(type(model), name)(model, *args, **options)
@@ -118,7 +116,7 @@ def plain_state(model: nn.Module, state_dict: dict[str, Any] | None = None) -> d
     means: dict[Posterior, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         _translate(module, plain, f"{path}." if path else "", means)
-    start.plain(plain)
+    drop_from_state_dict(plain)
     return plain
 
 
@@ -134,7 +132,7 @@ def plain_state_dicts(model: nn.Module, thetas: Mapping[Posterior, Tensor] | Non
 
     def translate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         _translate(module, state_dict, prefix, means)
-        start.plain(state_dict)
+        drop_from_state_dict(state_dict)
 
     with ExitStack() as hooks:
         for module in model.modules():

@@ -23,7 +23,8 @@ from bayesify.core.checkpoint import load, save
 from bayesify.core.groups import param_groups
 from bayesify.core.method import Method
 from bayesify.core.penalty import penalty
-from bayesify.core.wrap import bayesify, scopes_of
+from bayesify.core.scopes import scopes_of
+from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict

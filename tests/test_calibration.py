@@ -23,7 +23,7 @@ from bayesify import (
     save,
     summary,
 )
-from bayesify.core.seeds import draw_seeds
+from bayesify.core.ranks import draw_seeds
 from bayesify.prediction import calibrate as calibration
 from bayesify.prediction import likelihoods
 

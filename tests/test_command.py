@@ -11,7 +11,7 @@ from torch import nn
 import bayesify
 from bayesify import fit_laplace, named_posteriors, predict, save
 from bayesify.cli.main import main, read_prediction
-from bayesify.core.inspecting import inspect_file, stored_posteriors
+from bayesify.core.summary import inspect_file, stored_posteriors
 
 
 def network():

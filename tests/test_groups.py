@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from bayesify import bayesify, named_posteriors, param_groups, penalty
-from bayesify.core.scales import step_size
+from bayesify.core.prior import step_size
 
 
 @pytest.fixture

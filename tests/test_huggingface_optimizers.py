@@ -7,7 +7,7 @@ from trainers import arguments, classifier, sentences
 import bayesify
 from bayesify import bayesify as make_bayesian
 from bayesify import named_posteriors
-from bayesify.core.scales import RATE, step_size
+from bayesify.core.prior import RATE, step_size
 from bayesify.integrations.huggingface import BayesTrainer
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------

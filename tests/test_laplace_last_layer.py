@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import bayesify, fit_laplace, metrics, named_posteriors, predict, summary
-from bayesify.core.wrap import scopes_of
+from bayesify.core.scopes import scopes_of
 from bayesify.methods.laplace import evidence
 
 # -- the closed form -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from bayesify import bayesify, fit_laplace
-from bayesify.core.wrap import scopes_of
+from bayesify.core.scopes import scopes_of
 
 
 def laplace_torch():

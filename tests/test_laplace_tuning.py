@@ -23,7 +23,7 @@ from bayesify import (
     summary,
     unbayesify,
 )
-from bayesify.core.scales import TOLERANCE
+from bayesify.core.prior import TOLERANCE
 from bayesify.methods.laplace import curvature, evidence, tuning
 from bayesify.prediction import likelihoods
 

@@ -12,7 +12,8 @@ from torch.distributions import Laplace
 
 from bayesify import bayesify, mean, methods, named_posteriors, penalty, sample, unbayesify
 from bayesify.core.method import REGISTRY, Method
-from bayesify.core.posterior import Posterior, Prior, state_dtype
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, state_dtype
 
 X = tensor(5, 4)
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import bayesify, mean, named_posteriors, param_groups, penalty, sample
-from bayesify.core.scales import RATE, TOLERANCE, step_size
-from bayesify.core.seeds import draw_seeds
+from bayesify.core.prior import RATE, TOLERANCE, step_size
+from bayesify.core.ranks import draw_seeds
 from bayesify.methods import natural
 from bayesify.methods.natural import LARGEST, MEMORY
 

@@ -66,7 +66,7 @@ class Oracle:
 
 def noise_of(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return the noise of the draw that `sample(model, seed=seed)` makes."""
-    from bayesify.core.seeds import draw_seeds
+    from bayesify.core.ranks import draw_seeds
 
     found = {n: q for n, q in named_posteriors(model) if q.random}
     return {n: q.noise_of(draw_seeds(1, seed)[0]) for n, q in found.items()}

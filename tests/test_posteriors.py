@@ -12,7 +12,8 @@ from variants import LINK_FUNCTIONS, SIG, VARIANTS, N
 
 from bayesify import bayesify, mean, penalty, sample
 from bayesify.core.method import REGISTRY
-from bayesify.core.posterior import Posterior, Prior, autograd_pullback
+from bayesify.core.posterior import Posterior, autograd_pullback
+from bayesify.core.prior import Prior
 from bayesify.methods.vi import LINKS
 
 # -- closed forms and the generic way ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import IVON, bayesify, named_posteriors, param_groups, penalty
-from bayesify.core.scales import PULL, SHARE, nearest
+from bayesify.core.prior import PULL, SHARE, nearest
 
 METHODS = ("vi", "mc_dropout", "sgld", "la", "ivon", "swag")
 

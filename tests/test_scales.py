@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from bayesify import bayesify, load, named_posteriors, penalty, save
-from bayesify.core import scales
+from bayesify.core import prior
 
 
 def net(seed=0):
@@ -42,7 +42,7 @@ def test_the_penalty_is_tempered_by_the_number_of_weights_and_never_hotter_than_
         for model in (plain, relative):
             for _, q in named_posteriors(model):
                 q.original.add_(0.1)
-    factor = min(1.0, 2 * scales.TOLERANCE * num_data / 50)
+    factor = min(1.0, 2 * prior.TOLERANCE * num_data / 50)
     torch.testing.assert_close(penalty(relative, num_data), factor * penalty(plain, num_data))
 
 
@@ -67,8 +67,8 @@ def test_given_factors_are_kept_under_a_relative_prior():
 def test_the_noise_at_the_optimum_costs_the_tolerance():
     """Where h s^2 = kappa for every weight, the loss rises by 1/2 sum h s^2 = kappa W/2."""
     h = torch.rand(1000, dtype=torch.float64) + 0.1
-    s2 = scales.tempered_scale(10, 1000) / h
-    assert float((h * s2).sum() / 2) == pytest.approx(scales.TOLERANCE)
+    s2 = prior.tempered_scale(10, 1000) / h
+    assert float((h * s2).sum() / 2) == pytest.approx(prior.TOLERANCE)
 
 
 def test_relative_scales_go_with_state_dicts_and_files(tmp_path):

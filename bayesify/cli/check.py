@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bayesify.core.moments import collected, gaussian
 from bayesify.core.penalty import penalty
-from bayesify.core.quadratics import pulled, squares
+from bayesify.core.prior import pulled, squares
 from bayesify.core.wrap import bayesify
 from bayesify.engine import dispatch
 from bayesify.engine.noise import Stream

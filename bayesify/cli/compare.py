@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify.core.groups import param_groups
-from bayesify.core.mixing import mix
+from bayesify.core.mixture import mix
 from bayesify.core.penalty import penalty
 from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace

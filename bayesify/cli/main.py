@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import bayesify
-from bayesify.core.inspecting import inspect_file
+from bayesify.core.summary import inspect_file
 from bayesify.prediction.predictive import Predictive
 from bayesify.quality import plots
 

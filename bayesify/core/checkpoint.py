@@ -22,18 +22,20 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.core import attached, fileformat, ranks, start
-from bayesify.core.distributed import copy_whole, follow, is_sharded, rest, whole
+from bayesify.core import fileformat, ranks
+from bayesify.core.distributed import copy_whole, is_sharded, whole
 from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
 from bayesify.core.gaussian_noise import GaussianNoise
 from bayesify.core.method import REGISTRY, Method, resolve
-from bayesify.core.mistakes import check_averaged, warn_of_mistakes
 from bayesify.core.mixture import Mixture, mixture_in, shared_copy
-from bayesify.core.posterior import Posterior, Prior
+from bayesify.core.modes import keep_buffers, kept_buffers
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior
 from bayesify.core.reading import Scope
+from bayesify.core.scopes import NOISE, check_averaged, check_module, root_of, warn_of_mistakes
 from bayesify.core.selection import candidates, plain_tensors
-from bayesify.core.stored import CENTER
-from bayesify.core.wrap import NOISE, check_module, check_wrappable, not_bayesian, wrap
+from bayesify.core.stored import CENTER, attach_objects, attached_objects, attached_state
+from bayesify.core.wrap import check_wrappable, wrap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -183,8 +185,8 @@ def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
                 copy_whole(tensor, file.tensors[REST, name])
             if noise is not None:
                 root.add_module(NOISE, noise.to(next(root.parameters()).device))
-            start.keep(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
-        attached.put(root, file.attached)
+            keep_buffers(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
+        attach_objects(root, file.attached)
 
     return take_over
 
@@ -226,23 +228,6 @@ class File(NamedTuple):
         return posterior
 
 
-def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
-    """Return the one bayesified model inside a module, and its scope."""
-    check_module(model)
-    roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
-    if not roots:
-        raise not_bayesian(model)
-    if len(roots) > 1:
-        raise ValueError(f"{len(roots)} parts of the model were bayesified on their own; save and load each by itself")
-    scope: Any = roots[0]._bayesify_scope
-    rest(model)
-    follow(scope.posteriors)
-    scope.buffers.put(roots[0], start=False)
-    if why := scope.replaced(roots[0].modules()):
-        raise ValueError(why)
-    return roots[0], scope
-
-
 def members_of(model: nn.Module) -> dict[str, tuple[nn.Module, Scope]]:
     """Return the models that go into one file, by member: one alone, or those of a mixture by their numbers."""
     check_module(model)
@@ -261,10 +246,10 @@ def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
         out.update({f"{attribute}:{posterior.name}": t for attribute, t in posterior.state().items()})
     now = dict(plain_tensors(root))
     moved = {
-        name: tensor for name, tensor in start.kept(root).items() if not torch.equal(tensor.to(now[name]), now[name])
+        name: tensor for name, tensor in kept_buffers(root).items() if not torch.equal(tensor.to(now[name]), now[name])
     }
     out.update({f"{START}:{name}": tensor for name, tensor in moved.items()})
-    out.update({f"{ATTACHED}:{name}": tensor for name, tensor in attached.taken(root)[0].items()})
+    out.update({f"{ATTACHED}:{name}": tensor for name, tensor in attached_state(root)[0].items()})
     return {key: t if not is_sharded(t) else whole(t).requires_grad_(t.requires_grad) for key, t in out.items()}
 
 
@@ -299,7 +284,7 @@ def contents(
                     tensors[f"{member}/{key}" if member else key] = tensor
                 else:
                     shared[key] = owner
-        more = {"partial": not frozen, "shared": shared, ATTACHED: attached.taken(root)[1]}
+        more = {"partial": not frozen, "shared": shared, ATTACHED: attached_state(root)[1]}
         models[member] = {**described(scope), **more}
     return tensors, {"format": FORMAT, "models": json.dumps(models)}
 
@@ -357,7 +342,7 @@ def _member(path: Path, about: dict[str, Any], tensors: dict[tuple[str, str], Te
             raise ValueError(f"{kind}:{name} belongs to no posterior")
     mine = {name: tensor for (kind, name), tensor in tensors.items() if kind == ATTACHED}
     return File(
-        method, about["priors"], tensors, about["partial"] is True, attached.made(mine, about.get(ATTACHED, {}))
+        method, about["priors"], tensors, about["partial"] is True, attached_objects(mine, about.get(ATTACHED, {}))
     )
 
 

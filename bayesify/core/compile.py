@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bayesify.core.posterior import Posterior, holding
-from bayesify.core.seeds import draw_seeds
+from bayesify.core.ranks import draw_seeds
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import functional
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.seeds import in_a_group
+from bayesify.core.ranks import in_a_group
 from bayesify.core.stored import CENTER
 
 Posterior = Any  # bayesify.core.posterior.Posterior, which imports this file

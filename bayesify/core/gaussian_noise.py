@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.posterior import state_dtype
-from bayesify.core.wrap import NOISE, scopes_of
+from bayesify.core.prior import state_dtype
+from bayesify.core.scopes import NOISE, scopes_of
 
 
 class GaussianNoise(nn.Module):

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from bayesify.core.posterior import Posterior
-from bayesify.core.scales import RATE, step_size
-from bayesify.core.wrap import scopes_of
+from bayesify.core.prior import RATE, step_size
+from bayesify.core.scopes import scopes_of
 
 
 def param_groups(

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.scales import PULL, tempered_scale
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import PULL, Prior, tempered_scale
 
 REGISTRY: dict[str, type["Method"]] = {}
 ALIASES = {
@@ -178,7 +178,7 @@ class Tempered(Method):
     Attributes:
         pull: Nats that an e times larger distance from the prior mean must gain (`bayesify.core.penalty`); None is PULL
             where `prior_sig` is None and the method's own factor was not given, else 0.
-        weights: How many weights share the tolerance (`bayesify.core.scales`); chosen by `bayesify` where `prior_sig`
+        weights: How many weights share the tolerance (`bayesify.core.prior`); chosen by `bayesify` where `prior_sig`
             is relative and the method's own factor was not given, else None.
     """
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bayesify.core import distributed as shards
-from bayesify.core.posterior import Posterior, state_dtype
-from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Energy, Factor, quadratic_pull, quadratic_terms, state_dtype
 from bayesify.core.stored import CENTER
 from bayesify.engine.writing import Formula
 

@@ -6,7 +6,7 @@ A Gaussian prior is right for one number of data and one size of steps, and nobo
     c/2 log(1 + D/D0),  D = sum ((m - theta0)/sigma)^2,
 
 in units of the mean loss, over all weights with a relative prior: going e times further from the pretrained weights
-must gain c nats. c is the option `pull`, D0 is `bayesify.core.scales.nearest`. The optimizer IVON has it in its step.
+must gain c nats. c is the option `pull`, D0 is `bayesify.core.prior.nearest`. The optimizer IVON has it in its step.
 """
 
 import math
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from bayesify.core.compile import posterior_of
 from bayesify.core.distributed import over_processes, part, part_of
 from bayesify.core.posterior import Posterior, Step, check_versions, holding
-from bayesify.core.quadratics import Part, host, quadratic_energy, summed, wide
+from bayesify.core.prior import Part, host, nearest, quadratic_energy, step_size, summed, wide
 from bayesify.core.reading import Scope
-from bayesify.core.scales import nearest, step_size
-from bayesify.core.wrap import check_num_data, scopes_of
+from bayesify.core.scopes import check_num_data, scopes_of
 from bayesify.engine.dispatch import Job, functional, run_all, transformed
 
 

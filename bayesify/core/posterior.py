@@ -6,36 +6,17 @@ model was built with stays where it was, as the mean; what else the posterior ke
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bayesify.core import distributed as shards
-from bayesify.core.quadratics import Energy, Factor, evaluated, quadratic_pull, wide
-from bayesify.core.quadratics import state_dtype as state_dtype
+from bayesify.core.prior import Energy, Factor, Prior, evaluated, quadratic_pull, state_dtype, wide
 from bayesify.core.stored import CENTER, LOW_PRECISION, Stored
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run
 from bayesify.engine.writing import Formula
-
-
-@dataclass(frozen=True)
-class Prior:
-    """The Gaussian prior N(mean, sig^2) of one parameter.
-
-    Attributes:
-        mean: theta0, of the parameter's shape, or 0-dim for a constant (a zero mean costs no memory).
-        sig: The prior's standard deviation.
-        is_bias: Whether the parameter is a bias, which methods may treat in another way.
-        relative: Whether sig was chosen by the parameter's own size.
-    """
-
-    mean: Tensor
-    sig: float
-    is_bias: bool = False
-    relative: bool = False
 
 
 class Step(NamedTuple):

@@ -21,14 +21,11 @@ from torch.nn.utils import parametrize
 
 from bayesify.core.compile import enroll, graph, training_seed_of
 from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself, whole
-from bayesify.core.draws import BY_TRAINING_FLAG, MEAN, NOWHERE, PRIOR, Draw, Mode, Traced
 from bayesify.core.method import Method
-from bayesify.core.modes import block_of
+from bayesify.core.modes import BY_TRAINING_FLAG, MEAN, NOWHERE, PRIOR, Buffers, Draw, Mode, Traced, block_of
 from bayesify.core.posterior import Posterior
-from bayesify.core.ranks import agree
+from bayesify.core.ranks import agree, shared_seed, training_seed
 from bayesify.core.recompute import Past, Record, Remaking, Track, node_count
-from bayesify.core.seeds import shared_seed, training_seed
-from bayesify.core.start import Buffers
 
 OURS = (parametrize.ParametrizationList, Posterior)  # no modules of the model's own
 FORWARD = 9  # calls between a line that calls a model and a warning in its forward: hooks, and torch's own

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.draws import Mode
+from bayesify.core.modes import Mode
 from bayesify.core.posterior import Posterior
 
 REMEMBERED_FORWARDS = 1 << 14

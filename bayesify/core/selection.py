@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.scales import relative_sig
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, relative_sig
 
 SMALLEST_SIG = 1e-100  # the squares of a prior's scale and of its inverse are numbers
 TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

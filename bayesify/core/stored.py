@@ -274,3 +274,40 @@ def check_state_dict(root: nn.Module, state_dict: dict[str, Any], prefix: str, *
         key = f"{prefix}{paths.get(id(posterior), '')}.{EXTRA}"
         if key in state_dict:
             posterior.checked_extra_state(state_dict[key])
+
+
+ATTACHABLE: dict[str, Any] = {}
+"""By attribute, a class with `state_dict()`, of tensors and what JSON can hold, and `from_state_dict(state)`."""
+
+
+def attached_state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of what is attached to a model, by "attribute.name", and all the rest by attribute."""
+    tensors, rest = dict[str, Tensor](), dict[str, Any]()
+    for attribute, kind in ATTACHABLE.items():
+        if isinstance(found := root.__dict__.get(attribute), kind):
+            state = found.state_dict()
+            tensors |= {f"{attribute}.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+            rest[attribute] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    return tensors, rest
+
+
+def attached_objects(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the objects that `attached_state` took apart, by attribute.
+
+    Raises:
+        KeyError, TypeError, ValueError: Something is missing, unknown or out of range.
+    """
+    own = {a: {n.removeprefix(f"{a}."): t for n, t in tensors.items() if n.startswith(f"{a}.")} for a in rest}
+    if unknown := tensors.keys() - {f"{a}.{name}" for a, state in own.items() for name in state}:
+        raise ValueError(f"{sorted(unknown)[0]} belongs to nothing")
+    return {
+        attribute: ATTACHABLE[attribute].from_state_dict({**state, **own[attribute]})
+        for attribute, state in rest.items()
+    }
+
+
+def attach_objects(root: nn.Module, objects: dict[str, Any]) -> None:
+    """Attach these objects to a model, in the place of what it has."""
+    for attribute in ATTACHABLE:
+        root.__dict__.pop(attribute, None)
+    root.__dict__.update(objects)

@@ -1,14 +1,37 @@
-"""Say what is Bayesian in a model and what is not, and why."""
+"""Say what is Bayesian in a model or in a saved file and what is not, and why."""
 
+import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
-from bayesify.core.mistakes import mistakes
-from bayesify.core.notebook import html_table
+from bayesify.core.checkpoint import MEAN, POSTERIOR_FILE, REST, File, read
 from bayesify.core.posterior import Posterior
-from bayesify.core.wrap import NOISE, named_posteriors, scopes_of
+from bayesify.core.scopes import NOISE, mistakes, named_posteriors, scopes_of
+
+_CELL = "text-align:left; padding:0.15em 0.9em 0.15em 0; font-variant-numeric:tabular-nums"
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, above: str = "", below: str = "") -> str:
+    """Return a table with a line of text above and lines below it; all of it is escaped.
+
+    Example:
+        >>> html_table(("a",), [("<1",)], above="x & y").count("&")
+        2
+    """
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+
+    head = f"<thead>{line(header, 'th')}</thead>"
+    body = "".join(line(row, "td") for row in rows)
+    texts = [f'<div style="white-space:pre-line">{escape(text)}</div>' if text else "" for text in (above, below)]
+    return f"<div>{texts[0]}<table>{head}<tbody>{body}</tbody></table>{texts[1]}</div>"
+
 
 NAME_WIDTH = 60
 MOST_ROWS = 40
@@ -221,3 +244,133 @@ def _part(name: str, rows: list[Row]) -> tuple[str, ...]:
 def _short(name: str) -> str:
     """Keep the ends of a very long name."""
     return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH // 3]}...{name[-(NAME_WIDTH * 2 // 3 - 3) :]}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How wide one posterior is, beside the size of its mean.
+
+    Attributes:
+        name: The parameter's plain name.
+        relative: sqrt(mean of std^2) / sqrt(mean of m^2) over its elements; infinite where the mean is zero.
+    """
+
+    name: str
+    relative: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one member of a file holds; print it.
+
+    Attributes:
+        path: The file.
+        member: Its name among the members of a mixture; empty in a file of one.
+        size: The file's size in bytes.
+        summary: Every tensor, as `summary(model)` lists them.
+        spreads: One per Bayesian tensor, the widest first.
+        prior_sigs: The smallest and the largest scale of a prior.
+    """
+
+    path: Path
+    member: str
+    size: int
+    summary: Summary
+    spreads: tuple[Spread, ...]
+    prior_sigs: tuple[float, float]
+
+    def __str__(self) -> str:
+        bayesian = [r for r in self.summary.rows if r.posterior]
+        others = [r for r in self.summary.rows if not r.posterior]
+        low, high = self.prior_sigs
+        member = f", member {self.member!r}" if self.member else ""
+        lines = [
+            f"file:      {self.path}{member} ({self.size / 2**20:,.2f} MiB, checksum right)",
+            f"method:    {self.summary.method}",
+            f"Bayesian:  {_count(bayesian)}; the posteriors keep {self.summary.extra_bytes / 2**20:,.2f} MiB "
+            "beside the means",
+            f"others:    {_count(others)}",
+            f"prior_sig: {low:.3g}" + (f" to {high:.3g}" if high > low else ""),
+        ]
+        if self.spreads[0].relative == 0:
+            lines.append("spread:    none: a method without one, or not fitted yet")
+        else:
+            ends = {"largest": self.spreads[0], "smallest": self.spreads[-1]}
+            lines += [f"spread:    {end} {s.relative:.3g} of the mean's size, in {s.name}" for end, s in ends.items()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def inspect_file(dir: "str | os.PathLike[str]") -> list[Inspection]:  # noqa: A002
+    """Describe a saved posterior from its file alone.
+
+    Args:
+        dir: The folder that `save` wrote, or the file `posterior.safetensors` in it.
+
+    Returns:
+        One object per member; a file of one model has one.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or of another kind.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from bayesify import bayesify, save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=0.1), folder)
+        ...     inspect_file(folder)[0].prior_sigs
+        (0.1, 0.1)
+    """
+    path = Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE
+    members = read(path)
+    return [_inspection(path, member, file) for member, file in members.items()]
+
+
+def stored_posteriors(file: File) -> Iterator[Posterior]:
+    """Yield the posteriors of a file with their means and all their state."""
+    for name in file.priors:
+        home = nn.Module()
+        param = nn.Parameter(file.tensors[MEAN, name], requires_grad=False)
+        home.register_parameter("theta", param)
+        posterior = file.posterior(name, param)
+        posterior.attach(name, home, "theta", _Itself())
+        posterior.load_state(file.state(name))
+        yield posterior
+
+
+class _Itself:
+    """Reads of a posterior that belongs to no model give its mean."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+        self.penalized = True
+
+    def read(self, posterior: Posterior, original: Tensor) -> Tensor:
+        return posterior.mean_theta(original)
+
+
+def _inspection(path: Path, member: str, file: File) -> Inspection:
+    """Describe one member."""
+    rows, spreads, extra, sigs = [], [], 0, []
+    for posterior in stored_posteriors(file):
+        rows.append(described_row(posterior.name, posterior))
+        spreads.append(Spread(posterior.name, _relative(posterior.std, posterior.mean)))
+        extra += sum(t.nbytes for t in posterior.state().values())
+        sigs.append(posterior.prior_sig)
+    for (kind, name), tensor in file.tensors.items():
+        if kind == REST:
+            rows.append(Row(name, tuple(tensor.shape), "", "-", "stored as it is", tensor.numel()))
+    spreads.sort(key=lambda s: -s.relative)
+    summary = Summary(repr(file.method), tuple(rows), extra)
+    return Inspection(path, member, path.stat().st_size, summary, tuple(spreads), (min(sigs), max(sigs)))
+
+
+def _relative(std: Tensor, mean: Tensor) -> float:
+    """Return sqrt(mean std^2) / sqrt(mean m^2), 0 for a point."""
+    spread, size = (float(t.double().square().mean().sqrt()) for t in (std, mean))
+    return spread / size if size else float("inf") if spread else 0.0
+
+
+def _count(rows: list[Row]) -> str:
+    return f"{sum(r.count for r in rows):,} numbers in {len(rows)} tensor{'s' * (len(rows) != 1)}"

@@ -1,19 +1,23 @@
-"""How a bayesified model meets the tools around it: its class's name, pickling, assignment, state dicts, folders.
+"""How a bayesified model meets the tools around it: hooks, class names, pickling, assignment, state dicts, folders.
 
 `wrap` puts all of this on, `unbayesify` takes it off again.
 """
 
+import copy
 import warnings
+from collections import OrderedDict
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from bayesify.core import start
-from bayesify.core.modes import block_of
+from bayesify.core.modes import block_of, drop_buffers, load_start, restore_buffers, save_start
+from bayesify.core.reading import Scope
 from bayesify.core.stored import check_state_dict
 
-LOADING = (check_state_dict, start.load_start)
+LOADING = (check_state_dict, load_start)
 extensions: list[Any] = []
 """Modules with `put_on(model)` and `take_off(model)`, which fit a bayesified model to another library."""
 
@@ -25,22 +29,22 @@ def put_on(model: nn.Module) -> None:
     for hook in LOADING:
         model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(warn_of_export)
-    model.register_state_dict_pre_hook(start.restore)  # type: ignore[no-untyped-call]
-    model.register_state_dict_post_hook(start.save_start)  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(restore_buffers)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(save_start)  # type: ignore[no-untyped-call]
 
 
 def take_off(model: nn.Module) -> None:
     """Undo `put_on`."""
     for extension in extensions:
         extension.take_off(model)
-    ours = (*LOADING, warn_of_export, start.restore, start.save_start)
+    ours = (*LOADING, warn_of_export, restore_buffers, save_start)
     places: Any = (
         model._load_state_dict_pre_hooks, model._forward_pre_hooks, model._state_dict_pre_hooks, model._state_dict_hooks
     )  # fmt: skip
     for hooks in places:
         for key in [k for k, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
             del hooks[key]
-    start.drop(model)
+    drop_buffers(model)
 
 
 def warn_of_export(model: nn.Module, args: Any) -> None:
@@ -128,3 +132,66 @@ def _refuse_to_assign(module: nn.Module, name: str) -> None:
             f"to its mean, `with torch.no_grad(): module.parametrizations.{name}.original.copy_(value)`, or assign it "
             "between unbayesify(model) and bayesify(model, ...)"
         )
+
+
+class Hook:
+    """What knows a model's scope. A copy of the model has its own, and a pickle none: its modules refuse that."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        twin.scope = copy.deepcopy(self.scope, memo)
+        return twin
+
+    def __reduce__(self) -> Any:
+        refuse_to_pickle(self)
+
+
+class Enter(Hook):
+    """Forward pre-hook: a module's forward begins."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Enter the scope."""
+        if torch.compiler.is_compiling():
+            self.scope.enter_compiled(module)
+        else:
+            self.scope.enter(module)
+
+
+class Leave(Hook):
+    """Forward hook, called on exceptions too: a module's forward ends."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the scope."""
+        if torch.compiler.is_compiling():
+            self.scope.leave_compiled(module)
+        else:
+            self.scope.leave(module)
+
+
+def put_hooks(model: nn.Module, scope: Scope) -> None:
+    """Let every module tell the scope where its forward begins and ends.
+
+    All have the same numbers, by which torch knows hooks: equal blocks of a model then take one compiled graph.
+    """
+    first, last = (RemovableHandle(OrderedDict()).id for _ in range(2))
+    for module in model.modules():
+        enter, leave = (_own_code(Enter), _own_code(Leave)) if module is model else (Enter, Leave)
+        before: Any = module._forward_pre_hooks
+        before[first] = enter(scope)
+        before.move_to_end(first, last=False)
+        module._forward_hooks[last] = leave(scope)
+        module._forward_hooks_always_called[last] = True
+
+
+def _own_code(hook: type[Enter] | type[Leave]) -> Any:
+    """Derive a hook with code of its own, for a model as a whole.
+
+    torch.compile compiles a model's hooks apart from its forward, and refuses more than eight variants of one code; a
+    process with more compiled models would fall back to eager mode.
+    """
+    call: Any = hook.__call__
+    code = FunctionType(call.__code__.replace(), call.__globals__, call.__name__)
+    return type(hook.__name__, (hook,), {"__call__": code})

@@ -3,29 +3,37 @@
 A failed call changes nothing: everything is checked and built before the first parametrization is registered.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from bayesify.core import start, surface
+from bayesify.core import surface
 from bayesify.core.distributed import follow, is_sharded
-from bayesify.core.draws import MEAN, PRIOR, Draw, Mode, one_draw
-from bayesify.core.hooks import put_hooks
 from bayesify.core.method import Method, resolve
 from bayesify.core.mixture import Mixture, mixture_in
-from bayesify.core.modes import TracedBlock, override
+from bayesify.core.modes import (
+    MEAN,
+    PRIOR,
+    Draw,
+    Mode,
+    TracedBlock,
+    check_buffers,
+    keep_buffers,
+    lasting_buffers,
+    one_draw,
+    override,
+)
 from bayesify.core.posterior import Posterior
+from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope, Site, forget_weights
-from bayesify.core.seeds import draw_seeds, is_whole
+from bayesify.core.scopes import NOISE, check_module, scopes_of
 from bayesify.core.selection import Candidate, Patterns, candidates, prior_buffers, priors, select
+from bayesify.core.surface import put_hooks
 
-NOISE = "bayesify_noise"  # the module in a regression model that learns its noise (`bayesify.core.gaussian_noise`)
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -49,7 +57,7 @@ def bayesify(
         model: Any module; its weights are the starting point and, by default, the prior mean.
         method: A name, such as "vi", "la", "ivon", "sgld", "swag" or "ensemble", or an object of `bayesify.methods`.
         prior_sig: The prior's standard deviation: None is each tensor's own size, under which the method tempers the
-            prior (see `bayesify.core.scales`); a number is absolute; or a mapping from name patterns to these (first
+            prior (see `bayesify.core.prior`); a number is absolute; or a mapping from name patterns to these (first
             match wins; what no pattern matches gets None).
         prior_mean: None for the current weights, "zero" (1 for normalization scales), a module or state dict with
             other values, or a mapping from name patterns to these; what no pattern matches keeps the current weights.
@@ -84,12 +92,12 @@ def bayesify(
         weights=sum(c.param.numel() for c in every if not c.skipped),
     )
     posteriors = [(c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped]
-    buffers = prior_buffers([path for path, _, _ in start.lasting(model)], prior_mean)
-    start.check(model, buffers)
+    buffers = prior_buffers([path for path, _, _ in lasting_buffers(model)], prior_mean)
+    check_buffers(model, buffers)
     scope = wrap(model, chosen, posteriors)
     scope.starts_at_prior = prior_mean is None
     scope.frozen = tuple(c.name for c in every if c.skipped == "frozen")
-    start.keep(model, buffers)
+    keep_buffers(model, buffers)
     return model
 
 
@@ -108,23 +116,6 @@ def check_wrappable(model: nn.Module) -> None:
             raise ValueError(f"{where} is scripted, and TorchScript has no parametrizations; bayesify the original one")
         if ".quantized" in type(module).__module__:
             raise ValueError(f"{where} is a quantized module, without trainable weights; quantize later")
-
-
-def check_module(model: Any) -> None:
-    """Raise unless this is a module."""
-    if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"model must be a torch.nn.Module, got {got}; pass the model itself")
-
-
-def check_num_data(num_data: Any) -> None:
-    """Raise unless this can be the number of training items."""
-    if isinstance(num_data, bool) or not isinstance(num_data, Real) or not 0 < float(num_data) < math.inf:
-        items, name = getattr(num_data, "dataset", num_data), type(num_data).__name__
-        got, hint = repr(num_data), ""
-        if hasattr(items, "__len__"):  # a loader's own length counts batches
-            got, hint = f"a {name}", f"; pass len({'loader.dataset' if items is not num_data else '...'}), {len(items)}"
-        raise ValueError(f"num_data must be a positive number, the size of the training set, got {got}{hint}")
 
 
 def check_parameters(every: list[Candidate]) -> None:
@@ -173,7 +164,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
         surface.share_class(module, frozenset(own))
     model._bayesify_scope = scope  # type: ignore[assignment]
     surface.put_on(model)
-    start.keep(model)
+    keep_buffers(model)
     method.wrapped(scope)
     return scope
 
@@ -267,64 +258,6 @@ def _unwrap(root: nn.Module, scope: Scope) -> None:
     surface.take_off(root)
     forget_weights(scope.recurrent)
     del root._bayesify_scope
-
-
-def not_bayesian(model: nn.Module) -> ValueError:
-    """Return the error for a model without posteriors."""
-    return ValueError(f"{type(model).__name__} has no posteriors; call bayesify(model, ...) first")
-
-
-def scopes_of(model: nn.Module) -> list[Scope]:
-    """Return the scopes of every bayesified model inside a module.
-
-    Raises:
-        ValueError: There are none.
-    """
-    found: dict[int, Any] = {}
-    check_module(model)
-    modules = list(model.modules())
-    for module in modules:
-        if isinstance(module, Posterior) and module.reader is not None:
-            found[id(module.reader)] = module.reader
-    if not found:
-        raise not_bayesian(model)
-    scopes: list[Scope] = list(found.values())
-    if torch.compiler.is_compiling():
-        return scopes
-    for scope in scopes:
-        scope.sharded = follow(scope.posteriors)
-        scope.warn_of_replaced(modules)
-    return scopes
-
-
-def named_posteriors(model: nn.Module) -> Iterator[tuple[str, Posterior]]:
-    """Yield (plain parameter name, posterior), each posterior once, ties under their first name.
-
-    Args:
-        model: A bayesified model, or a module that contains one or lies inside one.
-
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, named_posteriors
-        >>> [name for name, _ in named_posteriors(bayesify(torch.nn.Linear(3, 2)))]
-        ['weight', 'bias']
-    """
-    check_module(model)
-    names: dict[Posterior, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, Posterior):
-            names.setdefault(module, []).append(plain_name(path))
-    scopes = scopes_of(model) if names else []
-    for posterior in (p for scope in scopes for p in scope.posteriors if p in names):
-        own = posterior.name
-        yield next((n for n in names[posterior] if n.endswith(own) or own.endswith(n)), names[posterior][0]), posterior
-
-
-def plain_name(path: str) -> str:
-    """Turn a posterior's module path into the name of its parameter in the plain model."""
-    # "a.parametrizations.weight.0" is the posterior of "a.weight".
-    head, _, attribute = path.rpartition(".")[0].rpartition("parametrizations.")
-    return head + attribute
 
 
 def mean(model: nn.Module) -> AbstractContextManager[None]:

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import scopes_of
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import scopes_of
 
 
 class Place(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from bayesify.core.distributed import part_of
 from bayesify.core.method import Tempered
-from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Energy, Factor, Prior, quadratic_pull, quadratic_terms
 from bayesify.engine.dispatch import run
 from bayesify.engine.noise import Stream
 from bayesify.engine.writing import Formula

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bayesify.core.distributed import follow, whole
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.core.wrap import named_posteriors, scopes_of
+from bayesify.core.scopes import named_posteriors, scopes_of
 
 P = TypeVar("P", bound=Posterior)
 LIKE = ("sgd", "adamw")

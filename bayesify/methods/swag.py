@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from bayesify.core.distributed import on_shard, part
 from bayesify.core.method import Tempered
 from bayesify.core.moments import CollectedPosterior, collected
-from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import named_posteriors
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, state_dtype
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import named_posteriors
 from bayesify.engine.dispatch import run
 from bayesify.engine.noise import name_key
 from bayesify.methods.cycles import Stages

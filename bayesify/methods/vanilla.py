@@ -6,8 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from bayesify.core.method import Method
-from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import Energy, Factor, quadratic_pull, quadratic_terms
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Energy, Factor, Prior, quadratic_pull, quadratic_terms
 
 
 @dataclass(frozen=True, kw_only=True)

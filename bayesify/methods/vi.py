@@ -12,9 +12,8 @@ from torch.nn import functional as F
 
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
-from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.quadratics import Energy, Factor, Part, scaled, squares, state_dtype
-from bayesify.core.scales import LEAST_CHANGE, START
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import LEAST_CHANGE, START, Energy, Factor, Part, Prior, scaled, squares, state_dtype
 from bayesify.engine.dispatch import run
 from bayesify.engine.writing import Formula
 from bayesify.methods.natural import LARGEST, pull_spread

@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from bayesify.core import ranks
 from bayesify.core.mixture import member_count
 from bayesify.core.posterior import Posterior
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import check_module, scopes_of
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import check_module, scopes_of
 from bayesify.prediction.batches import as_batches, own_places, rereadable
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.predict import predict

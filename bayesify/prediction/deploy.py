@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.core.mixing import components
-from bayesify.core.mixture import Mixture, mixture_in
-from bayesify.core.seeds import is_whole
-from bayesify.core.version import VERSION
-from bayesify.core.wrap import check_module, named_posteriors, samples, scopes_of, unbayesify
+from bayesify.core import VERSION
+from bayesify.core.mixture import Mixture, components, mixture_in
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import check_module, named_posteriors, scopes_of
+from bayesify.core.wrap import samples, unbayesify
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import check_share, novelty_of
 from bayesify.prediction.regression import noise_of

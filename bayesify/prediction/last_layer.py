@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.draws import MEAN, Mode
 from bayesify.core.mixture import mixture_in
-from bayesify.core.modes import override
+from bayesify.core.modes import MEAN, Mode, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.core.wrap import check_module, mean, named_posteriors, prior, scopes_of
+from bayesify.core.scopes import check_module, named_posteriors, scopes_of
+from bayesify.core.wrap import mean, prior
 from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.targets import LabelPlaces
 from bayesify.prediction.view import can_be_viewed, evaluation, view, views

@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from bayesify.core.draws import Mode
 from bayesify.core.mixture import Mixture, mixture_in
-from bayesify.core.modes import override
+from bayesify.core.modes import Mode, override
 from bayesify.core.reading import Scope
-from bayesify.core.wrap import named_posteriors, unbayesify
+from bayesify.core.scopes import named_posteriors
+from bayesify.core.wrap import unbayesify
 from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.last_layer import NotLastError

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from bayesify.core.scopes import check_module
 from bayesify.core.selection import plain_tensors
-from bayesify.core.wrap import check_module
 from bayesify.prediction.batches import as_batches, split_batch
 from bayesify.prediction.last_layer import Call, Reader, host_of, posteriors_of
 from bayesify.prediction.view import can_be_viewed, evaluation, view

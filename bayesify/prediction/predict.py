@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bayesify.core import ranks
-from bayesify.core.mistakes import check_averaged, warn_of_mistakes
 from bayesify.core.mixture import member_scopes
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import scopes_of
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import check_averaged, scopes_of, warn_of_mistakes
 from bayesify.prediction.batches import (
     Readings,
     VariedError,

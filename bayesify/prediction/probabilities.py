@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesify.core.notebook import html_table
+from bayesify.core.summary import html_table
 from bayesify.prediction.novelty import Judged
 from bayesify.prediction.targets import values_like
 from bayesify.quality import metrics

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from bayesify.core.draws import MEAN, Draw, Mode
 from bayesify.core.gaussian_noise import noise_in
-from bayesify.core.modes import override
+from bayesify.core.modes import MEAN, Draw, Mode, override
 from bayesify.core.posterior import Posterior
+from bayesify.core.ranks import draw_seeds
 from bayesify.core.reading import Scope
-from bayesify.core.seeds import draw_seeds
-from bayesify.core.wrap import check_module, plain_name
+from bayesify.core.scopes import check_module, plain_name
 from bayesify.prediction.batches import (
     call_model,
     device_of,

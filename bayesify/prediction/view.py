@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
-from bayesify.core import start
 from bayesify.core.distributed import is_sharded, shards_itself
+from bayesify.core.modes import buffers_of_start, put_buffers_of_start
 from bayesify.core.posterior import Posterior
 
 CONTAINERS = (list, tuple, dict, set, OrderedDict)
@@ -74,7 +74,7 @@ def view(model: nn.Module, *, prior: bool = False) -> nn.Module:
             twin.__dict__.update(_buffers=OrderedDict(buffers), training=False)
     found: nn.Module = twins[id(model)]
     if prior:
-        start.put_back(found)
+        put_buffers_of_start(found)
     return found
 
 
@@ -114,7 +114,7 @@ def views(model: nn.Module, count: int = 1, *, prior: bool = False) -> Iterator[
         if can_be_viewed(model):
             yield [view(model, prior=prior) for _ in range(count)]
         else:
-            with evaluation(model), start.started(model) if prior else nullcontext():
+            with evaluation(model), buffers_of_start(model) if prior else nullcontext():
                 yield [model] * count
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bayesify.core.checkpoint import root_of
 from bayesify.core.mixture import Mixture, mixture_in
-from bayesify.core.seeds import is_whole
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import root_of
 from bayesify.core.wrap import samples
 from bayesify.integrations.folders import is_adapter, plain_state_dicts
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify import metrics
-from bayesify.core.draws import MEAN, Draw, Mode
 from bayesify.core.mixture import member_count, member_scopes
-from bayesify.core.modes import override
-from bayesify.core.quadratics import wide
-from bayesify.core.seeds import draw_seeds
-from bayesify.core.wrap import scopes_of
+from bayesify.core.modes import MEAN, Draw, Mode, override
+from bayesify.core.prior import wide
+from bayesify.core.ranks import draw_seeds
+from bayesify.core.scopes import scopes_of
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.last_layer import Call, NotLastError, same_output, watching
 from bayesify.prediction.novelty import Watch

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from bayesify.core.mixture import Mixture
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import scopes_of
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import scopes_of
 from bayesify.prediction.probabilities import entropy_of
 
 from .evaluation import Average, PinnedSamples

@@ -14,9 +14,9 @@ from huggingface_hub import HfApi
 from torch import nn
 from transformers.utils.hub import cached_file
 
-from bayesify.core.checkpoint import POSTERIOR_FILE, load, root_of, save_posterior
+from bayesify.core.checkpoint import POSTERIOR_FILE, load, save_posterior
 from bayesify.core.mixture import Mixture, mixture_in
-from bayesify.core.wrap import scopes_of
+from bayesify.core.scopes import root_of, scopes_of
 from bayesify.integrations.card import write_card
 from bayesify.integrations.folders import is_adapter
 

@@ -16,8 +16,7 @@ from transformers import set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from bayesify.core.checkpoint import POSTERIOR_FILE, load, save_posterior
-from bayesify.core.mixing import mix
-from bayesify.core.mixture import shared_copy
+from bayesify.core.mixture import mix, shared_copy
 from bayesify.integrations.folders import is_adapter
 
 STATE_FILE = "trainer_state.json"  # which the Trainer writes last into a checkpoint

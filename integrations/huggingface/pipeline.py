@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from bayesify.core.mixture import Mixture
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import scopes_of
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import scopes_of
 from bayesify.prediction.novelty import Watch
 from bayesify.prediction.predict import predict
 from bayesify.prediction.probabilities import entropy_of

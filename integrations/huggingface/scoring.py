@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesify.core.seeds import is_whole
+from bayesify.core.ranks import is_whole
 from bayesify.prediction.probabilities import entropy_of
 
 from .evaluation import PinnedSamples, default_samples

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 import bayesify
-from bayesify.core.checkpoint import load, mean_tensors, root_of, save_posterior
+from bayesify.core.checkpoint import load, mean_tensors, save_posterior
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
-from bayesify.core.scales import RATE
-from bayesify.core.seeds import is_whole
-from bayesify.core.wrap import scopes_of
+from bayesify.core.prior import RATE
+from bayesify.core.ranks import is_whole
+from bayesify.core.scopes import root_of, scopes_of
 from bayesify.integrations.folders import is_adapter
 from bayesify.prediction.batches import logits_of
 from bayesify.prediction.last_layer import NotLastError

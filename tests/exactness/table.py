@@ -11,7 +11,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 import bayesify
-from bayesify.core.scales import RELATIVE_SIG, TOLERANCE
+from bayesify.core.prior import RELATIVE_SIG, TOLERANCE
 from bayesify.methods.swag import collect
 
 from .problems import D, Moments, Problem, hessian, newton

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from bayesify.core import distributed as shards
-from bayesify.core.draws import MEAN
+from bayesify.core.modes import MEAN
 from bayesify.core.posterior import Posterior
-from bayesify.core.seeds import is_whole, shared_seed
+from bayesify.core.ranks import is_whole, shared_seed
 from bayesify.core.selection import Candidate, matches, unmatched
 from bayesify.engine import noise as noises
 from bayesify.methods.cycles import Cycles, Place, Stages

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core import distributed as shards
-from bayesify.core.draws import MEAN, MEMBER, Mode
+from bayesify.core.modes import MEAN, MEMBER, Mode
 from bayesify.core.moments import NotReadyError
-from bayesify.core.posterior import Posterior, Prior
-from bayesify.core.ranks import gathered
-from bayesify.core.seeds import is_whole
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior
+from bayesify.core.ranks import gathered, is_whole
 from bayesify.core.stored import CENTER
 from bayesify.core.wrap import bayesify, unbayesify
 from bayesify.engine import noise as noises

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from bayesify.core import start
-from bayesify.core.draws import MEAN
-from bayesify.core.seeds import in_a_group
+from bayesify.core.modes import MEAN, kept_buffers, lasting_buffers
+from bayesify.core.ranks import in_a_group
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -71,8 +70,8 @@ def write(values: Tensor | None, norms: Sequence[Any]) -> None:
 @torch.no_grad()
 def put_start(root: nn.Module) -> None:
     """Give all buffers the values that they had at `bayesify`."""
-    first = start.kept(root)
-    for name, module, attribute in start.lasting(root):
+    first = kept_buffers(root)
+    for name, module, attribute in lasting_buffers(root):
         if name in first:
             module._buffers[attribute].copy_(first[name])  # type: ignore[union-attr]
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.moments import gaussian
-from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.core.quadratics import Energy, Factor, Part, scaled, squares
-from bayesify.core.scales import LEAST_CHANGE, START
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import LEAST_CHANGE, START, Energy, Factor, Part, Prior, scaled, squares, state_dtype
 from bayesify.engine.writing import Formula
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, over_processes, part, part_of
-from bayesify.core.draws import Draw
+from bayesify.core.modes import Draw
 from bayesify.core.penalty import pull_of
-from bayesify.core.quadratics import Factor, host, squares
+from bayesify.core.prior import Factor, host, squares
+from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
-from bayesify.core.seeds import shared_seed
-from bayesify.core.wrap import check_num_data, scopes_of
+from bayesify.core.scopes import check_num_data, scopes_of
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
 from bayesify.methods.ivon.method import IVONPosterior

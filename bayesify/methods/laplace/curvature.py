@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.core.posterior import state_dtype
+from bayesify.core.prior import state_dtype
 from bayesify.methods.laplace.kron import Kron, eigen
 from bayesify.methods.laplace.recorder import Call, NoRuleError, Recorder
 from bayesify.methods.laplace.rules import Part, Rows, add_in_chunks, example_dim, has_rule, parts_of, rows_of

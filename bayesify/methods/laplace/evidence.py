@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import Layout, on_shard, part_of
-from bayesify.core.quadratics import deviation, wide
-from bayesify.core.wrap import scopes_of
+from bayesify.core.prior import deviation, wide
+from bayesify.core.scopes import scopes_of
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import LaplacePosterior
 from bayesify.prediction.likelihoods import Likelihood, Regression

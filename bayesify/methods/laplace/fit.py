@@ -10,8 +10,8 @@ from torch import nn
 from bayesify.core import ranks
 from bayesify.core.distributed import gathered_whole, part_of
 from bayesify.core.gaussian_noise import noise_in
+from bayesify.core.scopes import check_module, check_num_data, plain_name, scopes_of
 from bayesify.core.selection import Candidate, Patterns, select
-from bayesify.core.wrap import check_module, check_num_data, plain_name, scopes_of
 from bayesify.methods.laplace.evidence import Fitted
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
 from bayesify.methods.laplace.passes import Pass

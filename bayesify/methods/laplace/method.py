@@ -14,8 +14,8 @@ from torch import Tensor
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.moments import MomentsPosterior
-from bayesify.core.posterior import Posterior, Prior, state_dtype
-from bayesify.core.quadratics import wide
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, state_dtype, wide
 from bayesify.engine.noise import Stream, name_key
 from bayesify.methods.laplace.closed_form import LastLayer, last_layer
 from bayesify.methods.laplace.kron import KRON, Kron

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import ParametrizationList
 
-from bayesify.core.posterior import state_dtype
+from bayesify.core.prior import state_dtype
 from bayesify.methods.laplace.recorder import Call, NoRuleError
 
 BLOCK = 1 << 19

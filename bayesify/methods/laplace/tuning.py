@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bayesify.core import ranks
-from bayesify.core.scales import TOLERANCE
-from bayesify.core.wrap import scopes_of
+from bayesify.core.prior import TOLERANCE
+from bayesify.core.scopes import scopes_of
 from bayesify.methods.laplace.closed_form import LastLayer
 from bayesify.methods.laplace.evidence import (
     CLOSED,

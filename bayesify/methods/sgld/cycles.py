@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from bayesify.core.distributed import on_shard
-from bayesify.core.mixing import mix
-from bayesify.core.mixture import Mixture, shared_copy
-from bayesify.core.wrap import scopes_of
+from bayesify.core.mixture import Mixture, mix, shared_copy
+from bayesify.core.scopes import scopes_of
 from bayesify.methods.cycles import Cycles, Place, Stages
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bayesify.core.method import Tempered
 from bayesify.core.moments import CollectedPosterior, collected
-from bayesify.core.posterior import Posterior, Prior, state_dtype
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, state_dtype
 from bayesify.engine.dispatch import run
 from bayesify.methods.cycles import Stages
 from bayesify.methods.sgld.cycles import Basins

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part, part_of
+from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
-from bayesify.core.seeds import shared_seed
+from bayesify.core.scopes import check_num_data, scopes_of
 from bayesify.core.stored import LOW_PRECISION
-from bayesify.core.wrap import check_num_data, scopes_of
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run, run_all
 from bayesify.methods.optimizers import MethodOptimizer, check_like, posteriors_for

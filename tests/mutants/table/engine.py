@@ -5,7 +5,7 @@ from .rows import of
 MUTANTS = [
     # -- seeds and noise -----------------------------------------------------------------------------------------
     *of(
-        "core/seeds.py",
+        "core/ranks.py",
         "test_blocks.py",
         ("all draws are the same", "(base + i) % 2**63", "base % 2**63", "samples_are"),
         (
@@ -16,7 +16,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "core/draws.py",
+        "core/modes.py",
         "test_blocks.py",
         (
             "models of one name share their noise",

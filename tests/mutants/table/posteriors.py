@@ -44,7 +44,7 @@ MUTANTS = [
         ("lr_head is not used", '"head": lr_head or lr', '"head": lr', ""),
     ),
     *of(
-        "core/scales.py",
+        "core/prior.py",
         "test_scales.py",
         ("the prior is one size for all", "RELATIVE_SIG * max(rms,", "RELATIVE_SIG * max(1.0,", "own_size"),
         ("the mean size for the root mean square", ".square().mean().sqrt()", ".abs().mean()", "own_size"),
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     # -- the posteriors' formulas --------------------------------------------------------------------------------
     *of(
-        "core/quadratics.py",
+        "core/prior.py",
         "test_penalty.py",
         ("no half in the penalty", "math.sqrt(precision / 2)", "math.sqrt(precision)", "papers and vanilla"),
         (
@@ -66,7 +66,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "core/quadratics.py",
+        "core/prior.py",
         "test_posteriors.py",
         (
             "state below float32",
@@ -299,7 +299,7 @@ MUTANTS = [
         ("the distance in units of one", "1 / posterior.prior_sig**2, 2.0)", "1.0, 2.0)", "penalty_has_it"),
     ),
     *of(
-        "core/scales.py",
+        "core/prior.py",
         "test_pull.py",
         ("no floor", "max(SHARE**2 * weights, 1.0)", "SHARE**2 * weights", "below_one or convex"),
     ),
