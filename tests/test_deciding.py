@@ -16,7 +16,7 @@ from bayesify.prediction.predictive import ClassificationTally, Predictive
 from bayesify.prediction.probabilities import MultilabelPredictive
 from bayesify.prediction.regression import RegressionPredictive
 from bayesify.quality import conformal
-from bayesify.quality import selective as deciding
+from bayesify.quality import conformal as deciding
 
 
 def classes(count, seed, *, sharp=2.0, number=4):

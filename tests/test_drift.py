@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from bayesify import metrics
-from bayesify.quality.conformal import conformal_pvalues
-from bayesify.quality.drift import BETS, _independent
+from bayesify.quality.conformal import BETS, _independent, conformal_pvalues
 
 
 def rng(seed=0):

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bayesify.quality.conformal
-import bayesify.quality.detection
+import bayesify.quality.distances
 import bayesify.quality.metrics
 import bayesify.quality.regression
-import bayesify.quality.selective
 import bayesify.quality.temperature
 from bayesify import metrics
 
@@ -294,7 +293,7 @@ def test_bad_arguments_are_refused(call, kind, message):
         call()
 
 
-MODULES = ("conformal", "detection", "drift", "metrics", "regression", "selective", "temperature")
+MODULES = ("conformal", "distances", "metrics", "regression", "temperature")
 
 
 @pytest.mark.parametrize("module", [getattr(bayesify.quality, name) for name in MODULES], ids=MODULES)

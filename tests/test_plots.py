@@ -13,6 +13,7 @@ import bayesify.quality.plots
 import bayesify.quality.report
 from bayesify import metrics, plots
 from bayesify.prediction.predictive import Predictive
+from bayesify.quality import drawing
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -54,7 +55,7 @@ def test_many_bins_show_bars_without_numbers():
 
 @pytest.mark.parametrize(("count", "short"), [(9999, "9999"), (10_000, "10k"), (999_499, "999k"), (2 * 10**7, "20M")])
 def test_counts_are_written_short(count, short):
-    assert plots._short(count) == short
+    assert drawing.short(count) == short
 
 
 def test_pictures_can_be_drawn_on_axes_of_ones_own():

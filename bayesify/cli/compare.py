@@ -378,10 +378,9 @@ def draw(rows: list[Row], path: Path) -> None:
         error = float(row.losses.std() / math.sqrt(len(row.losses)))
         left.errorbar(row.cost, row.found.scores["nll"], yerr=error, fmt="o", markersize=4, label=row.name)
     left.set_xscale("log")
-    left.set_xlabel("processor time of a prediction over a plain one's")
-    left.set_ylabel("NLL of the test data")
+
     left.legend(fontsize=SMALL, frameon=False, loc="upper right")
-    finish(left, None)
+    finish(left, None, "processor time of a prediction over a plain one's", "NLL of the test data")
     flat = {row.name: row.found.flat() for row in rows}
     plots.risk_coverage({name: metrics.risk_coverage(p.probs, p.labels) for name, p in flat.items()}, ax=right)  # type: ignore[arg-type]
     figure.savefig(path)

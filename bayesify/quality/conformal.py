@@ -1,28 +1,27 @@
-"""Conformal prediction: sets and intervals that hold the truth with a stated probability, whatever the model.
+"""Statements with a guarantee, whatever the model: conformal sets, intervals and p-values, thresholds, and drift.
 
-The only assumption is that the data of the quantile and the data of the sets are exchangeable.
+The only assumption is that the data of the fit and the new data are exchangeable.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bayesify.quality.arrays import Array, to_classes, to_probs
+from bayesify.quality.arrays import Array, to_classes, to_probs, to_scores
 
 CLASS_KINDS = ("lac", "aps")
 INTERVAL_KINDS = ("scaled", "absolute")
 
 
 class ConformalQuantile(float):
-    """A quantile of conformal scores, which knows what its scores are.
-
-    Attributes:
-        kind: The kind of the scores.
-    """
+    """A quantile of conformal scores; `kind` is the kind of the scores."""
 
     kind: str
 
@@ -43,10 +42,9 @@ def conformal_quantile(
     Args:
         predictive: What `predict` returned for labelled data that the model was not trained on.
         alpha: The share of truths that may be missed.
-        kind: For classes "lac" (the default), 1 - p_y, which has the smallest sets; or "aps", the probability of all
-            classes before y, most probable first, plus u p_y for a uniform u per example, whose sets are larger for
-            difficult examples (Romano, Sesia and Candes 2020). For regression "scaled" (the default), |y - mean|/std,
-            or "absolute", |y - mean|.
+        kind: For classes "lac" (the default), 1 - p_y, the smallest sets; or "aps", the probability of all classes
+            before y, most probable first, plus u p_y for a uniform u per example: larger sets for difficult examples
+            (Romano, Sesia and Candes 2020). For regression "scaled" (the default), |y - mean|/std, or "absolute".
         seed: Of the u of "aps".
 
     Returns:
@@ -84,8 +82,7 @@ def conformal_quantile(
 def conformal_sets(probs: Array, quantile: float, kind: str | None = None, *, seed: int = 0) -> Tensor:
     """Return which classes are in each example's set, Booleans (N, K): all whose score is at most the quantile.
 
-    A set may be empty, where even the most probable class is less typical than the quantile. The u of "aps" come from
-    another stream than those of `conformal_quantile`, whatever the seed of either.
+    A set may be empty. The u of "aps" come from another stream than those of `conformal_quantile`.
     """
     kind = kind_of(quantile, kind, CLASS_KINDS)
     p = to_probs(probs, "probs", "(N, K)")
@@ -124,14 +121,242 @@ def kind_of(quantile: float, kind: str | None, kinds: tuple[str, ...]) -> str:
 def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
     """Return (1 + #{held-out >= score}) / (n + 1) for each score.
 
-    A new example of the held-out data's source has a value of at most a with a probability of at most a.
-
-    Args:
-        scores: Larger is stranger, (N,).
-        held_out: The sorted scores of n examples that nothing else was fitted on.
+    A new example of the held-out data's source has a value of at most a with a probability of at most a. `held_out`
+    are the sorted scores of n examples that nothing else was fitted on.
     """
     if torch.compiler.is_compiling():  # an exported graph, for which not every format has a search
         stranger = (held_out >= scores.unsqueeze(-1)).sum(-1)
     else:
         stranger = len(held_out) - torch.searchsorted(held_out, scores.contiguous())
     return (stranger + 1).double() / (len(held_out) + 1)
+
+
+# -- a threshold on the confidence -------------------------------------------------------------------------------------
+
+_BISECTIONS = 60
+_AT_ONCE = 64  # tests of a sequence
+_STARTS = 19  # besides a quarter of the examples
+
+
+class Threshold(float):
+    """The confidence from which on a model may answer; infinite where no answer is safe, for the `reason`."""
+
+    reason: str
+
+    def __new__(cls, value: float, reason: str = "") -> Threshold:
+        """Make a float that can say why it is infinite."""
+        self = super().__new__(cls, value)
+        self.reason = reason
+        return self
+
+    def __repr__(self) -> str:
+        return f"{float(self)!r} ({self.reason})" if self.reason else repr(float(self))
+
+    __str__ = __repr__
+
+
+def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, confidence: float = 0.95) -> Threshold:
+    """Find the lowest confidence from which on the model may answer with an error rate of at most `max_risk`.
+
+    Fixed-sequence testing: the m most confident examples with e errors pass at level d if P(Bin(m, max_risk) <= e) <=
+    d. From each starting size m grows (equal confidences together) up to the first that fails. The levels of all starts
+    sum to 1 - `confidence` (Bonferroni): half belongs to a quarter of the examples, half to 19 sizes spaced evenly on a
+    logarithmic scale from the fewest that can pass; where these are more than half of the examples, the first has all
+    of it. On new data from the same source the error rate at confidences >= the threshold is above `max_risk` with a
+    probability of at most 1 - `confidence`, if it does not fall as the threshold does.
+
+    Args:
+        probs: Probabilities of data that the model was not trained on, shape (N, K).
+        labels: Integer classes, shape (N,).
+        max_risk: The error rate that is allowed among the answers.
+        confidence: The probability of the guarantee.
+
+    Returns:
+        The threshold, for `Predictive.select`; infinite where none is safe, with the `reason`.
+
+    Example:
+        >>> probs = torch.tensor([[0.9, 0.1]]).expand(100, 2)
+        >>> round(abstain_threshold(probs, torch.zeros(100, dtype=torch.long)), 4)
+        0.9
+        >>> abstain_threshold(probs[:50], torch.zeros(50, dtype=torch.long))
+        inf (too few examples: 50, at least 59 are needed)
+    """
+    for name, value in (("max_risk", max_risk), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value}; ten percent is 0.1")
+    p, y = to_classes(probs, labels)
+    top, predicted = p.max(1)
+    values, order = top.sort(descending=True, stable=True)
+    errors = (predicted != y)[order].long().cumsum(0)
+
+    # Equal confidences are answered together or not at all.
+    ends = torch.cat([values[1:] != values[:-1], torch.tensor([True])]).nonzero().flatten()
+    count, level = len(p), 1 - confidence
+    least, small = (math.ceil(math.log(share) / math.log1p(-max_risk)) for share in (level, level / 2 / _STARTS))
+    if count < least:
+        return Threshold(math.inf, f"too few examples: {count}, at least {least} are needed")
+    few = small > count / 2
+    sizes = [math.ceil(small * (count / small) ** (k / _STARTS)) for k in range(0 if few else _STARTS)]
+    quarter = max(count // 4, least)
+    reached = max(
+        _reached(errors, ends, [quarter], max_risk, level if few else level / 2),
+        _reached(errors, ends, sizes, max_risk, level / 2 / _STARTS),
+    )
+    if reached >= 0:
+        return Threshold(float(values[reached]))
+    first = int(ends[torch.searchsorted(ends, min([quarter, *sizes]) - 1)])
+    said = f"{int(errors[first])} of the {first + 1} most confident are wrong"
+    return Threshold(math.inf, f"no subset is good enough: {said}, which is no proof of {max_risk:g} at most")
+
+
+def _reached(errors: Tensor, ends: Tensor, sizes: Sequence[int], max_risk: float, level: float) -> int:
+    """Return the last of `ends` (tested places m - 1) that sequences from these sizes reach; -1 if none does."""
+
+    def passed(places: Tensor) -> Tensor:
+        return binomial_tails(errors[ends[places]], ends[places] + 1, max_risk) <= level
+
+    reached = -1  # a place in `ends`
+    places = torch.searchsorted(ends, torch.tensor(sizes, dtype=torch.long) - 1)
+    for place in places[passed(places)].tolist() if sizes else ():
+        while reached < place:  # else it is inside of an earlier run, which it would end as
+            some = torch.arange(place, min(place + _AT_ONCE, len(ends)))
+            run = int(passed(some).long().cumprod(0).sum())
+            reached = place + run - 1
+            place = place + run if run == len(some) < len(ends) - place else reached
+    return int(ends[reached]) if reached >= 0 else -1
+
+
+def clopper_pearson(errors: int, count: int, confidence: float = 0.95) -> float:
+    """Upper bound of an error rate: the largest r with P(Bin(count, r) <= errors) >= 1 - confidence.
+
+    Args:
+        errors: How many were wrong.
+        count: Of how many.
+        confidence: The probability that the bound holds.
+
+    Returns:
+        The bound; 1 where all were wrong.
+
+    Example:
+        >>> round(clopper_pearson(0, 59), 4)
+        0.0495
+    """
+    if not 0 <= errors <= count or count < 1:
+        raise ValueError(f"errors must be in 0..count, got {errors} of {count}")
+    if errors == count:
+        return 1.0
+    low, high = errors / count, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if binomial_tail(errors, count, middle) >= 1 - confidence:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def binomial_tail(errors: int, count: int, rate: float) -> float:
+    """Return P(Bin(count, rate) <= errors)."""
+    return float(binomial_tails(torch.tensor([errors]), torch.tensor([count]), rate))
+
+
+def binomial_tails(errors: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """Return P(Bin(n, r) <= e), the sum of C(n, k) r^k (1 - r)^(n - k) for k = 0..e by logarithms, for every (e, n)."""
+    if rate >= 1:
+        return (errors >= counts).double()
+    k = torch.arange(int(errors.max()) + 1, dtype=torch.float64)
+    n = counts.double().unsqueeze(1)
+    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma((n - k).clamp_min(0) + 1)
+    terms = ways + k * math.log(rate) + (n - k) * math.log1p(-rate)
+    return torch.logsumexp(terms.masked_fill(k > errors.unsqueeze(1), -math.inf), 1).exp().clamp_max(1)
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+BETS = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], dtype=torch.float64)
+"""The powers of p that are betted on; all with the same stake."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drift:
+    """What `drift` found.
+
+    Attributes:
+        wealth: The wealth after each p-value, (T,): how many times its stake a gambler has who bets on small ones.
+        threshold: 1/false_alarms, at which the alarm is raised.
+    """
+
+    wealth: Tensor
+    threshold: float
+
+    @property
+    def at(self) -> int | None:
+        """The place of the p-value at which the alarm is raised, from 0; None without one."""
+        above = (self.wealth >= self.threshold).nonzero()
+        return int(above[0]) if len(above) else None
+
+    @property
+    def alarm(self) -> bool:
+        """Whether there is an alarm."""
+        return self.at is not None
+
+    def __repr__(self) -> str:
+        said = "no alarm" if self.at is None else f"alarm at {self.at}"
+        return (
+            f"Drift({len(self.wealth)} p-values, {said}, wealth {float(self.wealth[-1]):.3g} of {self.threshold:.3g})"
+        )
+
+
+def drift(pvalues: Array, false_alarms: float = 0.01, *, held_out: int | None = None, seed: int = 0) -> Drift:
+    r"""Test whether a stream is still like the held-out data of `fit_novelty`.
+
+    The wealth :math:`M_t = \frac1K \sum_k \prod_{i \le t} \epsilon_k q_i^{\epsilon_k - 1}` is a martingale while the q
+    are uniform and independent, and grows while they are small. By Ville's inequality it ever reaches 1/a with a
+    probability of at most a, however often one looks.
+
+    Args:
+        pvalues: `novelty_pvalue` of inputs in the order of their arrival, shape (T,).
+        false_alarms: The probability of an alarm, ever, on a stream that does not change.
+        held_out: How many held-out examples the p-values come from, `len(model.novelty.held_out)`. With it, each input
+            is compared with them and with all inputs before it, so that the q are independent. None takes the p-values
+            as they are, which all depend on the same examples.
+        seed: Orders inputs that have the same p-value.
+
+    Returns:
+        The wealth, with `.alarm` and `.at`.
+
+    Raises:
+        ValueError: A p-value is not in (0, 1], or the probability or the number is out of range.
+
+    Example:
+        >>> drift(torch.tensor([0.4, 0.9, 0.01, 0.02, 0.01, 0.03, 0.01]))
+        Drift(7 p-values, alarm at 6, wealth 430 of 100)
+    """
+    if not 0 < false_alarms < 1:
+        raise ValueError(f"false_alarms must be between 0 and 1, got {false_alarms}; 0.01 is one stream in a hundred")
+    p = to_scores(pvalues, "pvalues")
+    if bool(((p <= 0) | (p > 1)).any()):
+        raise ValueError(f"pvalues must be in (0, 1], got {float(p.min()):.3g} to {float(p.max()):.3g}")
+    if held_out is not None:
+        if isinstance(held_out, bool) or not isinstance(held_out, int) or held_out < 1:
+            raise ValueError(f"held_out must be a number of examples, got {held_out!r}; len(model.novelty.held_out)")
+        p = _independent(p, held_out, seed)
+    log_wealth = (BETS.log() + (BETS - 1) * p.log().unsqueeze(1)).cumsum(0)
+    wealth = (log_wealth.logsumexp(1) - math.log(len(BETS))).exp()
+    return Drift(wealth, 1 / false_alarms)
+
+
+def _independent(p: Tensor, held_out: int, seed: int) -> Tensor:
+    """Return q_t = (#{held-out and earlier inputs that are stranger than input t} + u_t) / (n + t), u_t uniform.
+
+    A p-value k/(n + 1) puts an input between the k - 1 stranger held-out examples and the others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(2, len(p), generator=generator, dtype=torch.float64)
+    stranger = (p * (held_out + 1)).round() - 1
+    places, earlier, found = (stranger + noise[0]).tolist(), list[float](), list[float]()
+    for t, (k, place, u) in enumerate(zip(stranger.tolist(), places, noise[1].tolist(), strict=True), start=1):
+        before = bisect.bisect_left(earlier, place)
+        found.append((k + before + u) / (held_out + t))
+        earlier.insert(before, place)
+    return torch.tensor(found, dtype=torch.float64).clamp_min(1e-300)

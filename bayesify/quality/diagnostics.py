@@ -1,4 +1,4 @@
-"""Whether chains are any good: R-hat and the effective sample size of function values.
+"""Convergence of Markov chains: R-hat and the effective sample size of function values.
 
 Weights of a network can be exchanged without changing what it computes, so that chains which agree differ in their
 weights. What should agree are function values: outputs on a few inputs, a loss. Values come as (chains, draws, ...),
@@ -20,14 +20,14 @@ TAILS = (0.05, 0.95)
 
 
 class Diagnosis(NamedTuple):
-    """How well chains have mixed, over all quantities.
+    """How well chains have mixed: the largest R-hat and the smallest effective sample sizes of all quantities.
 
     Attributes:
-        rhat: The largest R-hat.
-        ess: The smallest effective sample size of the bulk.
+        rhat: R-hat.
+        ess: The effective sample size of the bulk.
         chains: How many chains there are.
         draws: How many draws each has.
-        tail_ess: The smallest effective sample size of the tails.
+        tail_ess: The effective sample size of the tails.
     """
 
     rhat: float
@@ -79,12 +79,12 @@ def rhat(values: Array, *, kind: str = "rank") -> Tensor:
 
     Args:
         values: (chains, draws, ...).
-        kind: "rank" is the larger of two (Vehtari et al. 2021): R of the ranks' normal scores,
-            Phi^-1((rank - 3/8)/(M n + 1/4)), and R of those of the distances to the median, which sees chains that
-            differ in scale. "split" is R of the values themselves, which heavy tails and scales deceive.
+        kind: "rank" is the larger R of the ranks' normal scores, Phi^-1((rank - 3/8)/(M n + 1/4)), and of those of the
+            distances to the median, which sees chains that differ in scale (Vehtari et al. 2021). "split" is R of the
+            values themselves, which heavy tails and scales deceive.
 
     Returns:
-        One number per quantity, in float64, of the shape of what follows chains and draws.
+        One number per quantity, in float64.
 
     Example:
         >>> rhat([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]], kind="split")
@@ -109,10 +109,10 @@ def ess(values: Array, *, kind: str = "bulk") -> Tensor:
     Args:
         values: (chains, draws, ...).
         kind: "bulk" is about the ranks' normal scores, as in `rhat`; "tail" the smaller one of the indicators
-            x <= the 5% and x <= the 95% quantile (both Vehtari et al. 2021); "mean" about the values themselves.
+            x <= the 5% and x <= the 95% quantile; "mean" about the values themselves.
 
     Returns:
-        One number per quantity, in float64, of the shape of what follows chains and draws.
+        One number per quantity, in float64.
 
     Example:
         >>> bool(ess(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))) > 1500)

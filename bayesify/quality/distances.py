@@ -1,4 +1,4 @@
-"""How far features are from those of known data: the statistics behind `metrics.feature_distance` and `fit_novelty`.
+"""Distances of features to those of known data, for `metrics.feature_distance` and `fit_novelty`.
 
 Features are scaled to length 1 first: their length says how sure a network is, and hides how strange an input is.
 """
@@ -12,10 +12,49 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bayesify.quality.arrays import Array, ArrayT, like, to_double, to_labels
+
 KINDS = ("mahalanobis++", "relative", "knn")
 NEIGHBOURS = 10
 BANK = 2000
 """How many rows the nearest neighbours are searched in, drawn at random from all."""
+
+
+def feature_distance(train: Array, labels: Array | None, features: ArrayT, *, kind: str = "mahalanobis++") -> ArrayT:
+    """Distance of features to those of the training set, all scaled to length 1; high is out of distribution.
+
+    Args:
+        train: Features of training inputs, shape (M, D), such as `active.features` returns.
+        labels: Their classes, shape (M,); None where there are none.
+        features: The features to score, shape (N, D).
+        kind: "mahalanobis++", "relative", for inputs that are much like the training data, or "knn"; see
+            `Reference.score`.
+
+    Returns:
+        Shape (N,), of the type of `features`.
+
+    Raises:
+        ValueError: The kind is unknown, or the shapes do not fit.
+
+    Example:
+        >>> train = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+        >>> near, far = feature_distance(train, torch.tensor([0, 0, 1, 1]), torch.tensor([[2.0, 0.1], [-1.0, -1.0]]))
+        >>> bool(far > near)
+        True
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
+    known, new = to_double(train, "train"), to_double(features, "features")
+    if known.dim() != 2 or new.dim() != 2 or known.shape[1] != new.shape[1]:
+        raise ValueError(
+            f"train and features must have shapes (M, D) and (N, D), got {tuple(known.shape)} and {tuple(new.shape)}; "
+            "flatten what the last layer takes"
+        )
+    moments = Moments(kind)
+    moments.add(
+        known, None if labels is None else to_labels(labels, len(known), 1 + int(torch.as_tensor(labels).max()))
+    )
+    return like(moments.reference().score(new), features)
 
 
 @dataclass(eq=False)
@@ -41,9 +80,9 @@ class Reference:
     def score(self, features: Tensor) -> Tensor:
         """Return the distance of each row, (N,); larger is stranger.
 
-        "mahalanobis++" is min_c (z - mu_c)^T S^-1 (z - mu_c) for z = features/|features|; "relative" subtracts
-        (z - mu)^T T^-1 (z - mu), with the mean and covariance of all features; "knn" is the distance to the tenth
-        nearest row.
+        "mahalanobis++" is min_c (z - mu_c)^T S^-1 (z - mu_c) for z = features/|features|, with class means and their
+        pooled, shrunk covariance; "relative" subtracts (z - mu)^T T^-1 (z - mu), with the mean and covariance of all
+        features; "knn" is the distance to the tenth nearest of 2,000 rows.
         """
         z = F.normalize(features.to(self.center.dtype), dim=1)
         if self.bank is not None:

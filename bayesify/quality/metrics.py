@@ -1,4 +1,4 @@
-"""How good a predictive distribution is: scores, calibration, and the detection of what the model does not know.
+"""Scores of predictive distributions: proper scores, calibration, uncertainties and out-of-distribution detection.
 
 Every function takes probabilities or scores, as tensors or numpy arrays, and computes in float64. Scalars are Python
 floats; quantities per example come back in the type that went in. Nothing is dropped or repaired: every function
@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from bayesify.quality.arrays import Array, like, to_classes, to_double
-from bayesify.quality.conformal import ConformalQuantile, conformal_quantile
-from bayesify.quality.detection import auroc, energy, entropy, feature_distance, fpr95, mutual_information
-from bayesify.quality.drift import Drift, drift
+from bayesify.quality.arrays import Array, ArrayT, like, to_classes, to_double, to_logits, to_probs, to_scores
+from bayesify.quality.conformal import (
+    ConformalQuantile,
+    Drift,
+    abstain_threshold,
+    clopper_pearson,
+    conformal_quantile,
+    drift,
+)
+from bayesify.quality.distances import feature_distance
 from bayesify.quality.regression import crps, fit_noise, gaussian_nll, interval_coverage, interval_score
-from bayesify.quality.selective import RiskCoverage, abstain_threshold, aurc, clopper_pearson, risk_coverage
 from bayesify.quality.temperature import Temperature, TemperatureError, fit_temperature
 
 __all__ = [
@@ -63,8 +68,7 @@ class Reliability:
 
         ECE* is the score of another sample of labels, in which the gap of bin m is
         :math:`N(g, s^2), g = acc_m - conf_m, s^2 = acc_m (1 - acc_m) / |B_m|`, so that
-        :math:`E|N(g, s^2)| = s \sqrt{2/\pi} \exp(-g^2/2s^2) + g \, \mathrm{erf}(g/(s \sqrt 2))`. With few examples in a
-        bin the plain ECE of a perfectly calibrated model is far from 0.
+        :math:`E|N(g, s^2)| = s \sqrt{2/\pi} \exp(-g^2/2s^2) + g \, \mathrm{erf}(g/(s \sqrt 2))`.
         """
         gap = self._gaps
         s = (self.accuracy * (1 - self.accuracy) / self.counts.clamp_min(1)).sqrt().clamp_min(1e-12)
@@ -86,8 +90,7 @@ class Reliability:
 def nll(probs: Array, labels: Array) -> float:
     r"""Mean negative log-likelihood :math:`-\frac{1}{N} \sum_n \log p_{n, y_n}`, in nats.
 
-    A true class of probability exactly zero makes it infinite, the honest score of calling the truth impossible.
-    Where zeros come from underflow, compute the probabilities in float64.
+    It is infinite where a true class has probability zero. Where zeros come from underflow, use float64.
 
     Args:
         probs: Probabilities, shape (N, K).
@@ -150,8 +153,8 @@ def reliability(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top")
         probs: Probabilities, shape (N, K).
         labels: Integer classes, shape (N,).
         bins: The number of bins M.
-        kind: "top" bins the N highest probabilities, each true where its class is the label. "pooled" bins all N * K
-            probabilities; most are near zero and rightly so, which makes its errors much smaller. Say which it is.
+        kind: "top" bins the N highest probabilities; "pooled" all N * K probabilities, most of them near zero, which
+            makes its errors much smaller: report which kind it is.
 
     Returns:
         The bins, with their `ece` and `mce`.
@@ -177,7 +180,7 @@ def reliability(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top")
 
 
 def binned(confidence: Tensor, true: Tensor, edges: Tensor) -> Reliability:
-    """Do the sorting of `reliability` for confidences that are known already, and whether each came true."""
+    """Return the bins of confidences, given whether each came true."""
     bins = len(edges) - 1
     bin_of = torch.bucketize(confidence, edges, right=True).sub(1).clamp(max=bins - 1)
     counts = torch.bincount(bin_of, minlength=bins)
@@ -187,9 +190,7 @@ def binned(confidence: Tensor, true: Tensor, edges: Tensor) -> Reliability:
 
 
 def ece(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> float:
-    """Expected calibration error: the gap between accuracy and confidence, weighted by the size of the bins.
-
-    It is `Reliability.ece`; the arguments are those of `reliability`.
+    """Expected calibration error: `reliability(...).ece`, the gap of the bins weighted by their sizes.
 
     Example:
         >>> round(ece(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
@@ -199,12 +200,164 @@ def ece(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> floa
 
 
 def mce(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> float:
-    """Maximum calibration error: the largest gap between accuracy and confidence in any bin.
-
-    It is `Reliability.mce`; the arguments are those of `reliability`.
+    """Maximum calibration error: `reliability(...).mce`, the largest gap of a bin.
 
     Example:
         >>> round(mce(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
         0.4
     """
     return reliability(probs, labels, bins, kind).mce
+
+
+@dataclass(frozen=True, eq=False)
+class RiskCoverage:
+    """The error rate among the n most certain predictions, for n = 1..N.
+
+    Attributes:
+        coverage: n / N.
+        risk: The error rate at that coverage.
+    """
+
+    coverage: Tensor
+    risk: Tensor
+
+    @property
+    def aurc(self) -> float:
+        r"""Area under the curve, :math:`\frac{1}{N} \sum_n risk(n / N)`."""
+        return float(self.risk.mean())
+
+
+def risk_coverage(probs: Array, labels: Array, *, uncertainty: Array | None = None) -> RiskCoverage:
+    """Trace the error rate as the most certain predictions are kept and the others refused.
+
+    Equally uncertain predictions are kept in random order, on average: the curve does not depend on the data's order.
+
+    Args:
+        probs: Probabilities, shape (N, K).
+        labels: Integer classes, shape (N,).
+        uncertainty: What to rank by, shape (N,), higher is less certain; minus the highest probability if None.
+
+    Returns:
+        The curve, with its `aurc`.
+
+    Example:
+        >>> risk_coverage(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1])).risk
+        tensor([0.0000, 0.5000], dtype=torch.float64)
+    """
+    p, y = to_classes(probs, labels)
+    confidence, top = p.max(1)
+    ranking = -confidence if uncertainty is None else to_scores(uncertainty, "uncertainty")
+    if len(ranking) != len(p):
+        raise ValueError(f"uncertainty must have one value for each of {len(p)} rows of probs, got {len(ranking)}")
+    _, group, sizes = torch.unique(ranking, return_inverse=True, return_counts=True)
+    group_risk = torch.bincount(group, (top != y).double()) / sizes
+    kept = torch.arange(1, len(p) + 1, dtype=torch.float64, device="cpu")
+    return RiskCoverage(kept / len(p), group_risk.repeat_interleave(sizes).cumsum(0) / kept)
+
+
+def aurc(probs: Array, labels: Array, *, uncertainty: Array | None = None) -> float:
+    """Area under the risk-coverage curve, `risk_coverage(...).aurc`: low where only uncertain predictions are wrong.
+
+    Example:
+        >>> aurc(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
+        0.25
+    """
+    return risk_coverage(probs, labels, uncertainty=uncertainty).aurc
+
+
+# -- what the model does not know --------------------------------------------------------------------------------------
+
+
+def auroc(scores_in: Array, scores_out: Array) -> float:
+    r"""Area under the ROC curve, :math:`\frac{1}{NM} \sum_{n, m} 1[out_m > in_n] + \tfrac12 1[out_m = in_n]`.
+
+    Args:
+        scores_in: Uncertainties of in-distribution examples, shape (N,).
+        scores_out: Uncertainties of out-of-distribution examples, shape (M,).
+
+    Returns:
+        1 where every out-of-distribution score is higher, 0.5 for chance.
+
+    Example:
+        >>> auroc(torch.tensor([0.1, 0.4]), torch.tensor([0.4, 0.9]))
+        0.875
+    """
+    inside, outside = to_scores(scores_in, "scores_in").sort().values, to_scores(scores_out, "scores_out")
+    below, not_above = torch.searchsorted(inside, outside), torch.searchsorted(inside, outside, right=True)
+    return float((below + not_above).double().mean() / (2 * len(inside)))
+
+
+def fpr95(scores_in: Array, scores_out: Array) -> float:
+    r"""False alarms :math:`\frac{1}{N} \sum_n 1[in_n \geq t]` at the highest threshold t that detects 95%.
+
+    Args:
+        scores_in: Uncertainties of in-distribution examples, shape (N,).
+        scores_out: Uncertainties of out-of-distribution examples, shape (M,).
+
+    Returns:
+        The fraction of in-distribution examples that are flagged.
+
+    Example:
+        >>> fpr95(torch.tensor([0.1, 0.2, 0.5, 0.3]), torch.tensor([0.4, 0.9]))
+        0.25
+    """
+    inside, outside = to_scores(scores_in, "scores_in"), to_scores(scores_out, "scores_out")
+    detected = -(-95 * len(outside) // 100)  # rounded up in integers: 0.95 * n may land above a whole number
+    threshold = outside.sort(descending=True).values[detected - 1]
+    return float((inside >= threshold).double().mean())
+
+
+def entropy(probs: ArrayT) -> ArrayT:
+    r"""Entropy of each row, :math:`-\sum_k p_{nk} \log p_{nk}`, in nats.
+
+    Args:
+        probs: Probabilities, shape (N, K).
+
+    Returns:
+        Shape (N,), of the type of `probs`.
+
+    Example:
+        >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        tensor([0.6931, 0.0000])
+    """
+    return like(torch.special.entr(to_probs(probs, "probs", "(N, K)")).sum(-1), probs)
+
+
+def mutual_information(sample_probs: ArrayT) -> ArrayT:
+    r"""Mutual information of label and weights, :math:`H[\frac1S \sum_s p_s] - \frac1S \sum_s H[p_s]`, in nats.
+
+    Args:
+        sample_probs: Probabilities by posterior sample, shape (S, N, K).
+
+    Returns:
+        Shape (N,), of the type of `sample_probs`; never negative.
+
+    Example:
+        >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
+        tensor([0.6931])
+    """
+    p = to_probs(sample_probs, "sample_probs", "(S, N, K)")
+    total, expected = torch.special.entr(p.mean(0)).sum(-1), torch.special.entr(p).sum(-1).mean(0)
+    return like((total - expected).clamp(min=0), sample_probs)
+
+
+def energy(logits: ArrayT, temperature: float = 1.0) -> ArrayT:
+    """Energy of each example, -T log sum_k exp(f_k/T), averaged over posterior samples; high is out of distribution.
+
+    Unlike the entropy it sees the size of the logits, which softmax forgets.
+
+    Args:
+        logits: Shape (N, K), or (S, N, K) with one slice per posterior sample.
+        temperature: T.
+
+    Returns:
+        Shape (N,), of the type of `logits`.
+
+    Example:
+        >>> energy(torch.tensor([[10.0, 0.0], [0.0, 0.0]]))
+        tensor([-10.0000,  -0.6931])
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}; 1.0 is customary")
+    each = -temperature * torch.logsumexp(to_logits(logits) / temperature, -1)
+    return like(each.mean(0), logits)

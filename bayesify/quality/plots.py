@@ -1,40 +1,40 @@
 """Pictures of calibration and uncertainty, one paper column wide and readable in greyscale.
 
-Every function draws on `ax`, or on a new figure if that is None, and returns the figure; `figure.savefig` writes it,
-660 pixels wide, or sharper with `dpi=400`.
+Every function draws on `ax`, under `title`, or on a new figure if `ax` is None, and returns the figure;
+`figure.savefig` writes it, 660 pixels wide, or sharper with `dpi=400`.
 matplotlib is imported when a picture is drawn, and its global state (pyplot, rcParams) is never touched.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from bayesify.quality import metrics
-from bayesify.quality.arrays import Array, to_scores
-from bayesify.quality.bands import calibration_curve, regression_band
+from bayesify.quality.arrays import Array, to_double, to_scores
 from bayesify.quality.drawing import (
     ACCENT,
     DARK,
     FONT,
     LIGHT,
-    PAD_ABOVE_LEGEND,
+    LINES,
+    SETS,
     SMALL,
     TINY,
     WIDTH,
+    alarm,
     box,
-    figure_of,
     finish,
+    histograms,
     legend_above,
     new_axes,
     new_figure,
+    short,
 )
+from bayesify.quality.report import report
 from bayesify.quality.temperature import Temperature, tempered_probs
 
 if TYPE_CHECKING:
@@ -46,13 +46,6 @@ __all__ = [
     "risk_coverage", "temperature_curve", "uncertainty_histogram",
 ]  # fmt: skip
 
-_LINES: tuple[tuple[Any, str, str], ...] = (
-    ("-", "o", DARK),
-    ("--", "s", ACCENT),
-    ("-.", "^", "#2e7d32"),
-    (":", "D", "#6a3d9a"),
-    ((0, (6, 1, 1, 1, 1, 1)), "v", "#8a6d00"),
-)
 _MOST_BINS_WITH_NUMBERS = 20
 _STEADY_COVERAGE = 0.05
 FEW = 10
@@ -109,19 +102,17 @@ def reliability_diagram(
     if bins <= _MOST_BINS_WITH_NUMBERS:
         for left, height, count in zip(lefts, heights, counts, strict=True):
             where = left + 0.5 / bins, floor + height + 0.015
-            ax.text(*where, _short(int(count)), rotation=90, ha="center", va="bottom", fontsize=TINY)
+            ax.text(*where, short(int(count)), rotation=90, ha="center", va="bottom", fontsize=TINY)
     ax.set(xlim=(0, 1), ylim=(floor, 1))
     ax.set_yticks([floor + tallest / 2, 0, 0.2, 0.4, 0.6, 0.8, 1], ["count", "0", "0.2", "0.4", "0.6", "0.8", "1"])
-
-    ax.set_xlabel("Confidence" if kind == "top" else "Predicted probability", fontsize=FONT)
-    ax.set_ylabel("Accuracy" if kind == "top" else "Observed frequency", fontsize=FONT, y=0.63)
     box(ax, f"ECE {table.ece:.4f}\nMCE {table.mce:.4f}\nNLL {metrics.nll(probs, labels):.4f}")
     legend_above(ax, 4 if few else 3)
     for i in few:  # pale, since they say little; after the legend, which copies the look of the first bar
         observed[i].set(facecolor="white", edgecolor="0.55", linestyle=":")
         gaps[i].set(edgecolor="0.7", linestyle=":")
-    finish(ax, title, PAD_ABOVE_LEGEND)
-    return figure_of(ax)
+    names = ("Confidence", "Accuracy") if kind == "top" else ("Predicted probability", "Observed frequency")
+    ax.set_ylabel(names[1], fontsize=FONT, y=0.63)
+    return finish(ax, title, names[0])
 
 
 def reliability_pair(
@@ -185,11 +176,8 @@ def temperature_curve(temperature: Temperature, *, ax: Axes | None = None, title
     ax.xaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
     ax.set_xlim(low, high)
-    ax.set_xlabel("Temperature T", fontsize=FONT)
-    ax.set_ylabel("NLL", fontsize=FONT)
     ax.legend(fontsize=SMALL, frameon=False, loc="upper center")  # "best" is slow, and warns on a busy machine
-    finish(ax, title)
-    return figure_of(ax)
+    return finish(ax, title, "Temperature T", "NLL", pad=6)
 
 
 def risk_coverage(
@@ -219,20 +207,17 @@ def risk_coverage(
     if not named:
         raise ValueError("curves must not be empty, got no curve; pass {name: metrics.risk_coverage(probs, labels)}")
     ax = ax or new_axes(height=2.5)
-    for index, ((name, curve), (line, marker, color)) in enumerate(zip(named.items(), cycle(_LINES), strict=False)):
+    for index, ((name, curve), (line, marker, color)) in enumerate(zip(named.items(), cycle(LINES), strict=False)):
         # Markers start at different points, so that curves which coincide can still be told apart.
-        every = (len(curve.risk) * (2 + index % len(_LINES)) // 30, max(1, len(curve.risk) // 5))
+        every = (len(curve.risk) * (2 + index % len(LINES)) // 30, max(1, len(curve.risk) // 5))
         label = f"{name} (AURC {curve.aurc:.3g})".strip()
         look: dict[str, Any] = {"linestyle": line, "marker": marker, "color": color, "markevery": every}
         ax.plot(curve.coverage.numpy(), curve.risk.numpy(), linewidth=1.2, markersize=4, label=label, **look)
     # One early mistake makes the first few risks jump to one; the scale is for the rest.
     top = max(curve.risk[curve.coverage >= _STEADY_COVERAGE].max().item() for curve in named.values())
     ax.set(xlim=(0, 1), ylim=(0, 1.15 * top or 1.0))
-    ax.set_xlabel("Coverage", fontsize=FONT)
-    ax.set_ylabel("Error rate of those kept", fontsize=FONT)
     ax.legend(fontsize=SMALL, frameon=False, loc="upper left")  # the curves rise to the right
-    finish(ax, title)
-    return figure_of(ax)
+    return finish(ax, title, "Coverage", "Error rate of those kept", pad=6)
 
 
 def uncertainty_histogram(
@@ -240,12 +225,12 @@ def uncertainty_histogram(
     out_dist: Array,
     *,
     quantity: str = "Entropy",
-    names: tuple[str, str] = ("In-distribution", "Out-of-distribution"),
+    names: tuple[str, str] = SETS,
     bins: int = 30,
     ax: Axes | None = None,
     title: str | None = None,
 ) -> Figure:
-    r"""Draw how the uncertainties of two sets are spread, and how well they tell the sets apart.
+    r"""Draw the distributions of an uncertainty on two sets, with AUROC and FPR95 in a box.
 
     Args:
         in_dist: Uncertainties that ought to be low, shape (N,).
@@ -257,7 +242,7 @@ def uncertainty_histogram(
         title: Written above the picture.
 
     Returns:
-        The figure; the box gives AUROC and FPR95.
+        The figure.
 
     Example:
         >>> figure = uncertainty_histogram(torch.tensor([0.1, 0.2]), torch.tensor([0.9, 1.1]))
@@ -267,11 +252,9 @@ def uncertainty_histogram(
     scores = to_scores(in_dist, "in_dist"), to_scores(out_dist, "out_dist")
     ax = ax or new_axes(height=2.5)
     both = torch.cat(scores)
-    _histograms(ax, scores, names, bins, (both.min().item(), both.max().item()))
-    ax.set_xlabel(f"{quantity} (nats)", fontsize=FONT)
+    histograms(ax, scores, names, bins, (both.min().item(), both.max().item()))
     box(ax, f"AUROC {metrics.auroc(*scores):.4f}\nFPR95 {metrics.fpr95(*scores):.4f}", right=True)
-    finish(ax, title, PAD_ABOVE_LEGEND)
-    return figure_of(ax)
+    return finish(ax, title, f"{quantity} (nats)")
 
 
 def before_after(
@@ -287,9 +270,8 @@ def before_after(
     Args:
         before: What `predict` returned for labelled data, by one model.
         after: The same by another, or by the same one after `bayesify`.
-        ood: What both return for out-of-distribution data; below the reliabilities, the confidences in and out of the
-            distribution, with the AUROC of 1 - confidence. Of a model with `fit_novelty`, how strange both kinds of
-            data are instead, and how many examples of each its alarm flags.
+        ood: What both return for out-of-distribution data, to draw below: of a model with `fit_novelty` the novelty of
+            both kinds of data and what its alarm flags, of others the confidence.
         names: What the two are.
         bins: The number of bins of each reliability diagram.
 
@@ -321,96 +303,102 @@ def before_after(
         reliability_diagram(prediction.probs, prediction.labels, bins=bins, ax=ax, title=name)
     for ax, inside, outside in zip(axes[-1], flat, ood or (), strict=False):
         if getattr(inside, "novelty", None) is not None and getattr(outside, "novelty", None) is not None:
-            _alarm(ax, inside, outside.flat(), 2 * bins)
-            continue
-        sure = inside.confidence.double(), outside.flat().confidence.double()
-        _histograms(ax, sure, ("In-distribution", "Out-of-distribution"), 2 * bins, (0.0, 1.0))
-        ax.set_xlim(0, 1)
-        ax.set_xlabel("Confidence", fontsize=FONT)
-        box(ax, f"AUROC {metrics.auroc(1 - sure[0], 1 - sure[1]):.4f}\n{float(sure[1].mean()):.1%} sure of the unknown")
-        finish(ax, None)
+            alarm(ax, inside, outside.flat(), 2 * bins)
+        else:
+            sure = inside.confidence.double(), outside.flat().confidence.double()
+            histograms(ax, sure, SETS, 2 * bins, (0.0, 1.0))
+            ax.set_xlim(0, 1)
+            auroc = metrics.auroc(1 - sure[0], 1 - sure[1])
+            box(ax, f"AUROC {auroc:.4f}\n{float(sure[1].mean()):.1%} sure of the unknown")
+            finish(ax, None, "Confidence")
     return figure
 
 
-def _alarm(ax: Axes, inside: Any, outside: Any, bins: int) -> None:
-    """Draw how strange known and unknown examples are, and where the alarm is raised."""
-    known, strange = inside.novelty.double(), outside.novelty.double()
-    flagged = [float(part.alarm().double().mean()) for part in (inside, outside)]
-    # The tail of far data says no more: what is beyond counts in the last bar.
-    top = float(torch.cat([known, strange]).quantile(0.98))
-    low = float(min(known.min(), strange.min()))
-    limits = low, top + 1e-3 * abs(top - low) + 1e-12
-    parts = known.clamp(max=top), strange.clamp(max=top)
-    _histograms(ax, parts, ("In-distribution", "Out-of-distribution"), bins, limits)
-    quiet = torch.cat([known[~inside.alarm()], strange[~outside.alarm()], known.new_full((1,), low)])
-    ax.axvline(float(quiet.max()), color=DARK, linestyle="--", linewidth=1.0)
-    ax.set_xlabel("Novelty", fontsize=FONT)
-    box(ax, f"alarm: {flagged[1]:.1%} of the strange,\n{flagged[0]:.1%} false alarms", right=True)
-    finish(ax, None)
-
-
-def _histograms(
-    ax: Axes, values: Sequence[Tensor], names: tuple[str, str], bins: int, limits: tuple[float, float]
-) -> None:
-    """Draw two histograms over each other, told apart without colours."""
-    looks: tuple[dict[str, Any], ...] = (
-        {"histtype": "stepfilled", "facecolor": LIGHT, "edgecolor": DARK},
-        {"histtype": "stepfilled", "facecolor": "none", "edgecolor": ACCENT, "hatch": "////"},
-    )
-    for each, name, look in zip(values, names, looks, strict=True):
-        weights = torch.full_like(each, 1 / len(each))
-        ax.hist(each.numpy(), bins=bins, range=limits, weights=weights.numpy(), linewidth=1.0, label=name, **look)
-    ax.set_ylabel("Fraction of examples", fontsize=FONT)
-    ax.set_ylim(top=1.3 * ax.get_ylim()[1])
-    legend_above(ax, 2)
-
-
-def report(
+def regression_band(
+    x: Array,
     predictive: Any,
-    path: str | os.PathLike[str],
     *,
-    ood: Any = None,
-    temperature: Temperature | float | None = None,
-    title: str = "Predictive uncertainty",
-    items: Sequence[Any] | None = None,
-) -> Path:
-    """Write one self-contained HTML page with every number and picture of a prediction.
+    data: tuple[Array, Array] | None = None,
+    level: float = 0.95,
+    ax: Axes | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Draw a regression over one input: data, mean, the epistemic band (dark) and the prediction's interval (light).
 
     Args:
-        predictive: What `predict` returned for classification or regression; without labels, only the uncertainties
-            are shown.
-        path: The file to write, replaced as a whole.
-        ood: The prediction for out-of-distribution data, to see whether the uncertainty tells it apart.
-        temperature: A temperature fitted on other data. If None it is fitted on the labels of `predictive`, which
-            flatters the numbers, and the page says so.
-        title: The heading.
-        items: The examples of a classification in their order, texts or images, to show the most uncertain ones.
+        x: The input, as many as the predictions, in any order.
+        predictive: What `predict(..., task="regression")` returned for it, one output each.
+        data: Training inputs and targets, drawn as points.
+        level: The probability of the interval, noise included where it is known; the dark band is mean -+ z epistemic.
+        ax: Where to draw.
+        title: Written above the picture.
 
     Returns:
-        The path.
+        The figure.
 
     Raises:
-        TypeError: `predictive` or `ood` has no class probabilities.
-        ValueError: `items` are not one text or image for each example.
+        ValueError: x and the predictions are not as many, or the model has several outputs.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> import tempfile
-        >>> probs, zeros = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.zeros(2)
-        >>> out = SimpleNamespace(probs=probs, logits=None, labels=torch.tensor([0, 1]), confidence=probs.amax(1),
-        ...     entropy=metrics.entropy(probs), expected_entropy=metrics.entropy(probs), mutual_information=zeros)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     report(out, f"{folder}/report.html").name
-        'report.html'
+        >>> from bayesify import bayesify, predict
+        >>> model = bayesify(torch.nn.Linear(1, 1), "vi", prior_sig=1.0, init_sig=0.1)
+        >>> x = torch.linspace(-1, 1, 50).unsqueeze(1)
+        >>> regression_band(x, predict(model, x, samples=20, task="regression").with_noise(0.1)).axes[0].get_ylabel()
+        'y'
     """
-    from bayesify.quality.report import write_report
+    at = to_double(x, "x").flatten()
+    mean, epistemic = predictive.mean.flatten(), predictive.epistemic.flatten()
+    if len(at) != len(mean):
+        raise ValueError(f"x has {len(at)} values for {len(mean)} predictions; pass one input and one output for each")
+    low, high = (side.flatten() for side in predictive.interval(level, noise=predictive.noise_known))
+    order = at.argsort()
+    z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
+    ax = ax or new_axes(height=2.6)
+    t = at[order].numpy()
+    ax.fill_between(t, low[order], high[order], color=LIGHT, alpha=0.6, linewidth=0, label=f"{level:.0%}")
+    sure, unsure = (mean - z * epistemic)[order], (mean + z * epistemic)[order]
+    ax.fill_between(t, sure, unsure, color=DARK, alpha=0.45, linewidth=0, label="Doubt")
+    ax.plot(t, mean[order], color=DARK, linewidth=1.4, label="Mean")
+    if data is not None:
+        points = [to_double(v, name).flatten().numpy() for v, name in zip(data, ("data[0]", "data[1]"), strict=True)]
+        ax.plot(*points, ".", color="black", markersize=3, alpha=0.7, label="Data", markeredgewidth=0)
+    ax.set_xlim(t[0], t[-1])
+    legend_above(ax, 4)
+    return finish(ax, title, "x", "y")
 
-    return write_report(predictive, path, ood=ood, temperature=temperature, title=title, items=items)
 
+def calibration_curve(predictive: Any, *, ax: Axes | None = None, title: str | None = None) -> Figure:
+    """Draw how many targets lie in the central interval of each level; a calibrated prediction follows the diagonal.
 
-def _short(count: int) -> str:
-    """Write a count in at most four characters or so."""
-    for size, suffix in ((10**6, "M"), (10**3, "k")):
-        if count >= 10 * size:
-            return f"{count / size:.0f}{suffix}"
-    return str(count)
+    Below it the intervals are too narrow, above it too wide. The box has the mean distance from the diagonal and the
+    coverage of the 95% interval.
+
+    Args:
+        predictive: What `predict(..., task="regression")` returned for data with targets.
+        ax: Where to draw.
+        title: Written above the picture.
+
+    Returns:
+        The figure.
+
+    Example:
+        >>> from bayesify import bayesify, predict
+        >>> model = bayesify(torch.nn.Linear(1, 1), "vi", prior_sig=1.0, init_sig=0.1)
+        >>> out = predict(model, [(torch.randn(50, 1), torch.randn(50, 1))], samples=20, task="regression")
+        >>> calibration_curve(out.with_noise(1.0)).axes[0].get_xlabel()
+        'Level of the interval'
+    """
+    needed = (2 * predictive.ranks.flatten() - 1).abs().sort().values  # the level from which on each target is inside
+    levels = torch.linspace(0, 1, 201, dtype=torch.float64)
+    observed = torch.searchsorted(needed, levels, right=True) / len(needed)
+    ax = ax or new_axes(height=3.1)
+    ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=0.9, label="Calibrated")
+    look: dict[str, Any] = {"facecolor": "none", "edgecolor": ACCENT, "hatch": "/////", "linewidth": 0}
+    ax.fill_between(levels, levels, observed, label="Gap", **look)
+    ax.plot(levels, observed, color=DARK, linewidth=1.4, label="Observed")
+    ax.set(xlim=(0, 1), ylim=(0, 1))
+    ax.set_aspect("equal")
+    gap = float((observed - levels).abs().mean())
+    box(ax, f"Mean gap {gap:.4f}\n95% holds {float((needed <= 0.95).double().mean()):.1%}")
+    legend_above(ax, 3)
+    return finish(ax, title, "Level of the interval", "Targets inside")

@@ -64,8 +64,6 @@ def crps(mean: Array, std: Array, targets: Array) -> float:
 def interval_coverage(mean: Array, std: Array, targets: Array, level: float = 0.95) -> float:
     """Fraction of targets in the central interval: (1 - level)/2 <= F(y) <= (1 + level)/2.
 
-    For one Gaussian that is |y - m| <= sqrt 2 erfinv(level) s.
-
     Args:
         mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
         std: Predicted standard deviations, the same shape, positive.
@@ -73,7 +71,7 @@ def interval_coverage(mean: Array, std: Array, targets: Array, level: float = 0.
         level: The probability of the interval, between 0 and 1.
 
     Returns:
-        The coverage; near `level` for honest standard deviations.
+        The coverage; near `level` for correct standard deviations.
 
     Example:
         >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([1.9, 2.0]))
@@ -94,7 +92,7 @@ def interval_score(low: Array, high: Array, targets: Array, level: float = 0.95)
         level: The probability that the interval claims.
 
     Returns:
-        The mean over all targets; smaller is better, and honest quantiles have the smallest expectation.
+        The mean over all targets; smaller is better, and the true quantiles have the smallest expectation.
 
     Example:
         >>> interval_score(torch.zeros(1), torch.ones(1), torch.tensor([1.5]), level=0.5)
@@ -119,8 +117,7 @@ def fit_noise(outputs: Array, targets: Array) -> float | Tensor:
         targets: What was observed.
 
     Returns:
-        The variance, or a tensor of one for each of several outputs, for `RegressionPredictive.with_noise` or
-        `likelihoods.Regression`.
+        The variance, one for each of several outputs, for `with_noise` or `likelihoods.Regression`.
 
     Raises:
         ValueError: The shapes do not fit, or a model hits every target of an output exactly.

@@ -51,11 +51,9 @@ class Temperature:
 
 
 def tempered_probs(logits: ArrayT, temperature: float) -> ArrayT:
-    r"""Average the softmax of each sample's logits at one temperature.
+    r"""Average the softmax of each sample's logits at one temperature, in log space and in float64.
 
     .. math:: p_T(k | x_n) = \frac{1}{S} \sum_s \mathrm{softmax}(f_s(x_n) / T)_k
-
-    The average is taken in log space and in float64.
 
     Args:
         logits: Shape (N, K), or (S, N, K) with one slice per posterior sample.
@@ -63,10 +61,6 @@ def tempered_probs(logits: ArrayT, temperature: float) -> ArrayT:
 
     Returns:
         Probabilities of shape (N, K), of the type of `logits`.
-
-    Raises:
-        TypeError: `logits` is not a floating-point tensor or array.
-        ValueError: The logits are empty, not finite or of another shape, or T is not positive and finite.
 
     Example:
         >>> tempered_probs(torch.tensor([[2.0, 0.0]]), 1e6)
@@ -86,14 +80,13 @@ def fit_temperature(
 
     .. math:: \min_T \; -\frac{1}{N} \sum_n \log \frac{1}{S} \sum_s \mathrm{softmax}(f_s(x_n) / T)_{y_n}
 
-    A grid in log T finds the basin, a golden-section search its bottom, in float64. Fit on held-out data: a
-    temperature fitted on the test labels makes the test numbers optimistic.
+    A grid in log T finds the basin, a golden-section search its bottom. Fit on held-out data: a temperature fitted on
+    the test labels makes the test numbers optimistic.
 
     Args:
-        logits: Shape (N, K), or (S, N, K) with one slice per posterior sample; or what `predict` returned, with its
-            logits and its labels: of tokens or pixels every one whose label is not -100.
+        logits: Shape (N, K), or (S, N, K) with one slice per posterior sample; or what `predict` returned.
         labels: Integer classes, shape (N,); those of the prediction by default. Dense labels such as (N, H, W) go with
-            logits of one more dimension, the classes, which is found by the shapes; -100 does not count.
+            logits of one more dimension, the classes, which is found by the shapes; -100 is ignored.
         bounds: The smallest and the largest temperature to consider.
 
     Returns:
@@ -101,9 +94,8 @@ def fit_temperature(
 
     Raises:
         TemperatureError: The optimum is at a bound: labels that the logits separate perfectly drive T to zero, labels
-            that contradict the logits drive it to infinity, and constant logits leave it undetermined.
-        TypeError: `logits` are not floating-point or `labels` not integers.
-        ValueError: Empty or non-finite input, wrong shapes, labels out of range, or bounds that are no range.
+            that contradict them to infinity, and constant logits leave it undetermined.
+        ValueError: Labels that do not fit, bounds that are no range, or probabilities in place of logits.
 
     Example:
         >>> logits = torch.tensor([[4.0, 0.0]] * 4)

@@ -101,7 +101,7 @@ MUTANTS = [
         ("errors that are not scaled", "error / half_width(predictive, kind)", "error", "intervals_cover"),
     ),
     *of(
-        "quality/selective.py",
+        "quality/conformal.py",
         "test_deciding.py",
         ("Clopper-Pearson at the other level", "middle) >= 1 - confidence", "middle) >= confidence", "clopper"),
         ("fewer errors than there were", "k > errors.unsqueeze(1)", "k >= errors.unsqueeze(1)", "clopper"),
@@ -119,7 +119,7 @@ MUTANTS = [
         ("all are errors", "errors = (predicted != y)", "errors = (predicted == y)", "threshold"),
     ),
     *of(
-        "quality/detection.py",
+        "quality/metrics.py",
         "test_deciding.py",
         ("energy with the other sign", "each = -temperature", "each = temperature", "energy"),
         ("energy at T = 1", "to_logits(logits) / temperature, -1", "to_logits(logits), -1", "energy"),
@@ -201,7 +201,7 @@ MUTANTS = [
         ("a p-value without its own example", "(stranger + 1).double()", "stranger.double()", "share"),
     ),
     *of(
-        "quality/drift.py",
+        "quality/conformal.py",
         "test_drift.py",
         ("bets without their price", "(BETS.log() + (BETS - 1)", "(0 * BETS.log() + (BETS - 1)", "mean_of_bets"),
         ("earlier inputs do not count", "(k + before + u)", "(k + u)", "uniform"),
