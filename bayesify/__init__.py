@@ -15,9 +15,9 @@ from bayesify.core.summary import summary
 from bayesify.core.wrap import bayesify, mean, prior, sample, samples, unbayesify
 from bayesify.integrations import eval_caches, folders
 from bayesify.methods.cycles import Cycles
-from bayesify.methods.ivon.optimizer import IVON
+from bayesify.methods.ivon import IVONOptimizer
 from bayesify.methods.laplace.fit import fit_laplace
-from bayesify.methods.sgld.optimizer import SGLD
+from bayesify.methods.sgld import SGLDOptimizer
 from bayesify.prediction import active
 from bayesify.prediction.calibrate import calibrate
 from bayesify.prediction.deploy import deploy
@@ -26,6 +26,7 @@ from bayesify.prediction.predict import predict
 from bayesify.quality import diagnostics, metrics, plots
 
 __version__ = VERSION
+IVON, SGLD = IVONOptimizer, SGLDOptimizer  # bayesify.methods.IVON and SGLD are the options
 
 ATTACHABLE["novelty"] = Novelty  # saved with the model
 surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries

@@ -9,7 +9,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from bayesify import IVON, bayesify, load, named_posteriors, param_groups, penalty, predict, save
-from bayesify.methods.ivon.optimizer import WARM
+from bayesify.methods.ivon import WARM
 from bayesify.methods.natural import MEMORY
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -223,7 +223,6 @@ def test_the_padding_row_stays_without_noise():
         ({"lr": 0.0}, "lr must be a positive number"),
         ({"num_data": 0}, "num_data must be a positive number"),
         ({"betas": (1.0, 0.9)}, "betas must be two numbers"),
-        ({"clip": 0.0}, "clip must be a positive number"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bayesify import SGLD, bayesify, load, mean, named_posteriors, penalty, predict, sample, save, summary
 from bayesify.core.wrap import unbayesify
 from bayesify.engine import noise as noises
-from bayesify.methods.sgld.method import FADE, FEW
+from bayesify.methods.sgld import FADE, FEW
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -27,16 +27,13 @@ from bayesify.core.wrap import bayesify
 from bayesify.engine import dispatch
 from bayesify.engine.noise import Stream
 from bayesify.engine.writing import noise_of
-from bayesify.methods import mc_dropout, vi
-from bayesify.methods.ivon import method as ivon
-from bayesify.methods.ivon import optimizer as newton
-from bayesify.methods.sgld import optimizer as sgld
+from bayesify.methods import ivon, mc_dropout, sgld, vi
 
 FORMULAS = [
     *(getattr(link, name) for link in vi.LINKS.values() for name in ("draw", "pull", "energy", "terms", "natural")),
     *(mc_dropout.choice, mc_dropout.masked, gaussian, collected, squares, pulled),
     *(sgld.descend, sgld.glide, sgld.kicked, sgld.kicked_glide),
-    *(ivon.draw, ivon.terms, newton.observe, newton.drift, newton.move, newton.newton),
+    *(ivon.draw, ivon.terms, ivon.observe, ivon.drift, ivon.move, ivon.newton),
 ]
 NUMBERS = {"precision": 25.0, "strength": 6e4, "ratio": 2.0, "mu": 0.9, "clip": 5.0, "start": 1.0, "warm": 0.5}
 SMALL = 0.01  # of every other number
@@ -257,7 +254,7 @@ def _training(name: str, method: str | None, place: torch.device) -> Callable[[]
         trained = [n for n, p in model.named_parameters() if p.requires_grad]
         if method is not None:
             bayesify(model, method, include=trained)
-        kinds: dict[str | None, Any] = {"sgld": sgld.SGLD, "ivon": newton.IVON}
+        kinds: dict[str | None, Any] = {"sgld": sgld.SGLDOptimizer, "ivon": ivon.IVONOptimizer}
         if method in kinds:
             optimizer = kinds[method](model, lr=1e-3, num_data=1000)
         else:

@@ -144,14 +144,18 @@ class Posterior(Stored):
 
     @property
     def std(self) -> Tensor:
-        """The posterior standard deviation, with the factor that `calibrate` found."""
+        """The posterior standard deviation, with the factor that `calibrate` found; 0 in a fixed row."""
         if self.layout is not None:
             return self.layout.joined(shards.part_of(self).std)
-        return self.own_std if self.calibration == 1 else self.own_std * self.calibration
+        std = self.own_std
+        if self.fixed_row is not None:
+            std = std.clone()
+            std[self.fixed_row] = 0
+        return std if self.calibration == 1 else std * self.calibration
 
     @property
     def own_std(self) -> Tensor:
-        """The standard deviation of `theta`."""
+        """The standard deviation of `theta`, whatever the fixed row."""
         return torch.zeros_like(self.original)
 
     def whitened(self, grads: Tensor) -> tuple[str, Tensor] | None:

@@ -6,7 +6,7 @@ from bayesify.methods.ensemble import Ensemble
 from bayesify.methods.ivon import IVON
 from bayesify.methods.laplace.method import Laplace
 from bayesify.methods.mc_dropout import MCDropout
-from bayesify.methods.sgld.method import SGLD
+from bayesify.methods.sgld import SGLD
 from bayesify.methods.swag import SWAG
 from bayesify.methods.vanilla import Vanilla
 from bayesify.methods.vi import VI

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from bayesify.core.distributed import on_shard
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import is_whole
@@ -198,6 +199,13 @@ class Cycles(LRScheduler):
         """Return the model's posteriors whose mean the optimizer moves."""
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return [p for scope in scopes_of(self.model) for p in scope.posteriors if id(p.original) in own]
+
+    def collect(self, kind: type[Posterior]) -> None:
+        """Have the posteriors of one kind collect their present state."""
+        for posterior in self.posteriors():
+            if isinstance(posterior, kind):
+                with on_shard(posterior) as own:
+                    own.collect()  # type: ignore[operator]
 
     def place(self, done: int) -> Place | None:
         """Return where the step is before which there were `done`; None where it is in no cycle."""

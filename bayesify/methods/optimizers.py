@@ -22,14 +22,31 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     What it knows of its run is in the first group, and not in the state: distributed checkpoints take the state's keys
     for parameters.
+
+    Attributes:
+        called: Its public name.
+        run_key: Where the run lies in the first group, which is also what an error calls it.
+        like: Which optimizer's learning rate `lr` is: "sgd", or "adamw".
     """
 
-    _scopes: "Sequence[Scope]"
-    """The models that it moves."""
-    like: str = "sgd"
-    """Which optimizer's learning rate `lr` is: "sgd", or "adamw"."""
+    called: ClassVar[str]
     run_key: ClassVar[str]
-    """Where the run lies in the first group, which is also what an error calls it."""
+
+    def __init__(self, model: nn.Module, lr: Any, defaults: dict[str, Any], like: str) -> None:
+        if like not in LIKE:
+            raise ValueError(f"like must be one of {list(LIKE)}, got {like!r}")
+        self.like, self._scopes = like, scopes_of(model)
+        groups = lr if isinstance(lr, (list, tuple)) else [{"params": list(model.parameters()), "lr": lr}]
+        if not groups or not all(isinstance(group, dict) and "lr" in group for group in groups):
+            raise ValueError("lr must be a number or a list of groups, each with 'params' and 'lr' (param_groups)")
+        super().__init__(groups, {"lr": groups[0]["lr"], **defaults})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after a look at its learning rate."""
+        lr = param_group.get("lr", self.defaults["lr"])
+        if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
+            raise ValueError(f"lr must be a positive number, got {lr!r}")
+        super().add_param_group(param_group)
 
     @property
     def run(self) -> dict[str, Any]:
@@ -44,9 +61,9 @@ class MethodOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a run: its seed, its step and its momentum."""
         if self.run_key not in state_dict["param_groups"][0]:
-            name = type(self).__name__
             raise ValueError(
-                f"this is not the state of an {name} {self.run_key}; give what {name}.state_dict() returned"
+                f"this is not the state of an {self.called} {self.run_key}; give what {self.called}.state_dict() "
+                "returned"
             )
         super().load_state_dict(state_dict)
 
@@ -69,9 +86,8 @@ class MethodOptimizer(torch.optim.Optimizer):
             scope.sharded = follow(scope.posteriors)
             if scope.root is not None and not scope.root.training:
                 raise RuntimeError(
-                    f"{type(self).__name__} makes a step while the model is in eval mode, in which gradients are not "
-                    "those of its own state; call model.train() before the forward pass (BatchNorm alone may stay in "
-                    "eval mode)"
+                    f"{self.called} makes a step while the model is in eval mode, in which gradients are not those of "
+                    "its own state; call model.train() before the forward pass (BatchNorm alone may stay in eval mode)"
                 )
         self.advance()
         return loss
@@ -96,11 +112,20 @@ class MethodOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def check_like(like: str) -> str:
-    """Return which optimizer's learning rate is given, if it is one that we know."""
-    if like not in LIKE:
-        raise ValueError(f"like must be one of {list(LIKE)}, got {like!r}")
-    return like
+def apart(
+    row: int | None, tensors: Sequence[Tensor], step: Callable[[list[Tensor], int], Any]
+) -> list[Callable[[], None]]:
+    """Return what is to be done after a noisy step of tensors, so that a fixed row has taken `step` instead."""
+    if row is None:
+        return []
+    kept = [x[row].clone() for x in tensors]
+
+    def put_back() -> None:
+        step(kept, row)
+        for x, value in zip(tensors, kept, strict=True):
+            x[row] = value
+
+    return [put_back]
 
 
 def posteriors_for(optimizer: str, model: nn.Module, kind: type[P], method: str) -> Iterator[tuple[P, Scope, int]]:

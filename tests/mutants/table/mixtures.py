@@ -63,7 +63,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "methods/sgld/cycles.py",
+        "methods/sgld.py",
         "test_cycles_sgld.py",
         ("noise all the time", "float(not explores)", "1.0", "below_beta"),
         ("the chain collects too", "float(not explores), False", "float(not explores), True", "below_beta"),

@@ -178,8 +178,8 @@ MUTANTS = [
         "test_calibration.py",
         (
             "a calibrated std is the method's own",
-            "else self.own_std * self.calibration",
-            "else self.own_std",
+            "else std * self.calibration",
+            "else std",
             "every_draw",
         ),
         (
@@ -247,7 +247,7 @@ MUTANTS = [
         ("the penalty without Ninflate", "1 / (num_data * value)", "1 / num_data", "counts_as"),
     ),
     *of(
-        "methods/sgld/method.py",
+        "methods/sgld.py",
         "test_sgld.py",
         (
             "collects from the first step",
@@ -258,7 +258,7 @@ MUTANTS = [
         ("the variance over n", "(self.count - 1).clamp(min=1)", "self.count", "collected"),
     ),
     *of(
-        "methods/sgld/method.py",
+        "methods/sgld.py",
         "test_sgld.py",
         ("not Welford", "return 1.0, (n - 1) / n, 1 / n", "return 1.0, 1.0, 1 / n", "collected"),
         (
@@ -269,7 +269,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "methods/sgld/method.py",
+        "methods/sgld.py",
         "test_sgld.py",
         (
             "every state weighs the same",
@@ -304,7 +304,7 @@ MUTANTS = [
         ("no floor", "max(SHARE**2 * weights, 1.0)", "SHARE**2 * weights", "below_one or convex"),
     ),
     *of(
-        "methods/ivon/optimizer.py",
+        "methods/ivon.py",
         "test_pull.py",
         (
             "the step has no pull",
@@ -319,39 +319,39 @@ MUTANTS = [
         ("a prior in numbers is pulled too", "0.0 if self.weights is None else PULL", "PULL", "every_method"),
     ),
     *of(
-        "methods/sgld/optimizer.py",
+        "methods/sgld.py",
         "exactness",
         ("noise lr for 2 lr", "math.sqrt(2 * lr * (1 - mu)", "math.sqrt(lr * (1 - mu)", "is_exact and sgld and linear"),
-        ("the same noise at every step", ' + chain["step"]) % 2**64', ") % 2**64", "is_exact and sgld and linear"),
+        ("the same noise at every step", ' + self.run["step"]) % 2**64', ") % 2**64", "is_exact and sgld and linear"),
     ),
     *of(
-        "methods/sgld/optimizer.py",
+        "methods/sgld.py",
         "test_sgld.py",
         ("noise not damped by momentum", "2 * lr * (1 - mu)", "2 * lr", "step_is"),
-        ("noise without Ninflate", " * found.method.scale(self.num_data)", " / self.num_data", "step_is"),
-        ("nd is not used", "found.method.nd * math.sqrt", "math.sqrt", "step_is"),
+        ("noise without Ninflate", " * method.scale(self.num_data)", " / self.num_data", "step_is"),
+        ("nd is not used", "method.nd * math.sqrt", "math.sqrt", "step_is"),
         (
             "two chains have one noise",
-            'noises.mix(chain["seed"], found.scope)',
-            'noises.mix(chain["seed"])',
+            'noises.mix(self.run["seed"], number)',
+            'noises.mix(self.run["seed"])',
             "equal_names",
         ),
     ),
     *of(
-        "methods/sgld/optimizer.py",
+        "methods/sgld.py",
         "test_sgld_options.py",
         ("weight decay is taken", 'if group.get("weight_decay", 0):', "if False:", "weight_decay"),
     ),
     # -- IVON ----------------------------------------------------------------------------------------------------
     *of(
-        "methods/ivon/method.py",
+        "methods/ivon.py",
         "test_ivon.py",
         ("delta without lambda", "1 / (self.strength * self.prior_sig**2)", "1 / self.prior_sig**2", "step_is"),
         ("the spread without delta", "(self.h + self.delta).mul_", "(self.h + 0).mul_", "step_is"),
         ("another num_data passes", "not math.isclose(scale * self.strength, 1, rel_tol=1e-6)", "False", "penalty"),
     ),
     *of(
-        "methods/ivon/optimizer.py",
+        "methods/ivon.py",
         "test_ivon.py",
         (
             "the step has no prior",

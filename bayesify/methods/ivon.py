@@ -1,0 +1,405 @@
+"""IVON: variational inference by an online Newton method, at about the cost of Adam.
+
+The optimizer (`bayesify.IVON`) keeps the curvature h where Adam keeps squared gradients, and the posterior's spread
+follows from it: no parameter for the spread, no second gradient, no array of noise.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.core.distributed import on_shard, over_processes, part, part_of
+from bayesify.core.modes import Draw
+from bayesify.core.method import Tempered
+from bayesify.core.penalty import pull_of
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, state_dtype
+from bayesify.core.prior import Energy, Factor, Part, host, scaled, squares
+from bayesify.core.reading import Scope
+from bayesify.core.prior import LEAST_CHANGE, START
+from bayesify.core.ranks import shared_seed
+from bayesify.core.scopes import check_num_data
+from bayesify.engine import noise as noises
+from bayesify.engine.dispatch import Job, run_all
+from bayesify.engine.writing import Formula
+from bayesify.methods.natural import MEMORY
+from bayesify.methods.optimizers import MethodOptimizer, apart, posteriors_for
+
+WARM = 10  # steps before the curvature moves, over which lr grows
+
+
+@dataclass(frozen=True, kw_only=True)
+class IVON(Tempered):
+    """Options of "ivon".
+
+    Attributes:
+        Ninflate: The data counts as if each item were there this many times; the posterior is that much narrower. None
+            is 1, or by the number of weights where `prior_sig` is None.
+        init_sig: The spread before the first steps; None is min(1e-3, prior_sig/10), or START of the prior's scale
+            where `prior_sig` is None.
+        bias: "informative" treats biases as the weights.
+        nst: Samples at prediction.
+    """
+
+    name: ClassVar[str] = "ivon"
+    tempers: ClassVar[str] = "Ninflate"
+    optimizer: ClassVar[str] = "IVON"
+    bias_treatments: ClassVar[tuple[str, ...]] = ("informative",)
+
+    Ninflate: float | None = None
+    init_sig: float | None = None
+    bias: str = "informative"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_optional("Ninflate", "init_sig", above=0)
+
+    def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
+        """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
+        start = START * prior.sig if prior.relative else min(1e-3, prior.sig / 10)
+        return IVONPosterior(param, prior, fixed_row=fixed_row, init_sig=self.init_sig or start)
+
+
+class IVONPosterior(Posterior):
+    """theta = m + s eps with s^2 = 1/(lambda (h + delta)), lambda = N Ninflate and delta = 1/(lambda sigma^2).
+
+    The tensor `h` is there once an optimizer is; before it s is `init_sig`.
+    """
+
+    gaussian = True
+    kept = (*Posterior.kept, "h")
+    draws_on_shards = True  # one theta per optimizer step, on all processes
+    results = ("strength",)
+    strength: float | None = None
+    """lambda, which the optimizer knows."""
+    h: Tensor | None
+
+    def __init__(self, param: Tensor, prior: Prior, *, fixed_row: int | None, init_sig: float) -> None:
+        super().__init__(param, prior, fixed_row=fixed_row)
+        self.init_sig = init_sig
+
+    @property
+    def delta(self) -> float:
+        """1/(lambda sigma^2): the prior's curvature, in units of the mean loss."""
+        assert self.strength is not None
+        return 1 / (self.strength * self.prior_sig**2)
+
+    def begin(self, strength: float) -> None:
+        """Take over lambda, and the curvature that the present spread stands for: h = 1/(lambda s^2) - delta."""
+        if self.h is None or self.strength != strength:  # else a run goes on
+            s = self.own_std
+            self.strength = strength
+            self.h = (1 / (strength * s.square()) - self.delta).clamp_(min=0)
+
+    @property
+    def own_std(self) -> Tensor:
+        """The spread s = 1/sqrt(lambda (h + delta))."""
+        if self.h is None or self.strength is None:
+            return torch.full(self.shape, self.init_sig, dtype=state_dtype(self.original), device=self.original.device)
+        return (self.h + self.delta).mul_(self.strength).rsqrt_()
+
+    @property
+    def untrained(self) -> str:
+        """Whether the curvature is where it started."""
+        if self.h is not None and self.strength is not None and self.h.numel():
+            ends = torch.stack(torch.aminmax(part(self.h)))
+            s = (ends + self.delta).mul_(self.strength).rsqrt_() / self.init_sig
+            if not bool(((s > 1 - LEAST_CHANGE) & (s < 1 + LEAST_CHANGE)).all()):
+                return ""
+        return "the optimizer bayesify.IVON, which alone finds it, has made too few steps or none"
+
+    def _known(self) -> tuple[Any, float, float]:
+        """Return h, lambda and delta; before an optimizer has begun, numbers with which s is init_sig."""
+        begun = self.h is not None and self.strength is not None
+        return (self.h, self.strength, self.delta) if begun else (1 / self.init_sig**2, 1.0, 0.0)  # type: ignore[return-value]
+
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
+        """Return m + s eps; its gradient passes to the mean as it is."""
+        return draw, (mean, *self._known())
+
+    def terms(self, mean: Tensor, scale: float) -> Energy:
+        """Return KL(N(m, s^2) || N(theta0, sigma^2)), without a gradient: the optimizer's step has the prior.
+
+        sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
+        """
+        if self.strength is not None and not math.isclose(scale * self.strength, 1, rel_tol=1e-6):
+            raise ValueError(
+                f"the optimizer IVON counts {self.strength * scale:.6g} times the data that penalty does; give both "
+                "the same num_data, the size of the training set"
+            )
+        mean, (h, strength, delta) = mean.detach(), self._known()
+        h = h if isinstance(h, Tensor) else torch.full_like(mean, h, dtype=state_dtype(mean))
+        inverse, count = 1 / self.prior_sig, mean.numel()
+        spread = scale / 2 * inverse**2 / strength
+        inputs = (*scaled((mean, h, self.center), inverse), delta, inverse)
+        parts = [Part(terms, inputs, (scale / 2, spread, scale / 2))]
+        if self.fixed_row is not None:
+            row = h[self.fixed_row]
+            count -= row.numel()
+            parts.append(Part(variances, (row, delta), (-spread, -scale / 2)))
+        constant = scale * count * (math.log(self.prior_sig * math.sqrt(strength)) - 0.5)
+        return Energy(tuple(parts), constant, self.prior_sig)
+
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient at theta, as it is."""
+        return (grad,)
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return nothing: the optimizer's step has the prior."""
+        return (None,)
+
+    def check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Raise unless the curvature is not negative beyond the prior's."""
+        super().check_tensor(name, tensor)
+        if name == "h" and bool((tensor < 0).any()):
+            raise ValueError("h is negative")
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over the tensors of `state()`; a curvature that it lacks is forgotten."""
+        self.h = None
+        super().load_state(state)
+
+
+def draw(eps: Any, m: Any, h: Any, strength: Any, delta: Any) -> Any:
+    """Return m + eps/sqrt(lambda (h + delta))."""
+    return m + eps * torch.rsqrt(strength * (h + delta))
+
+
+def variances(h: Any, delta: Any) -> Any:
+    """Return 1/(h + delta) and log(h + delta)."""
+    return 1 / (h + delta), torch.log(h + delta)
+
+
+def terms(m: Any, h: Any, m0: Any, delta: Any, inverse: Any) -> Any:
+    """Return ((m - theta0)/sigma)^2 and `variances`."""
+    return squares(m, m0, inverse), *variances(h, delta)
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def observe(eps: Any, g: Any, h: Any, strength: Any, delta: Any) -> Any:
+    """Return g^ eps s and (g^ s)^2."""
+    each = g * torch.rsqrt(strength * (h + delta))
+    return each * eps, each * each
+
+
+def drift(g: Any, average: Any, m: Any, fresh: Any, lr: Any, warm: Any) -> Any:
+    """Return the momentum, and a step of a parameter that is not Bayesian."""
+    average = average + fresh * (g - average)
+    return average, m - lr * (average / warm)
+
+
+def move(
+    g: Any, average: Any, h: Any, m: Any, m0: Any, fresh: Any, lr: Any, warm: Any, delta: Any, pull: Any,
+    precision: Any, rate: Any, ratio: Any,
+) -> Any:  # fmt: skip
+    """Return momentum, curvature and mean after a step with b2 = None."""
+    average = average + fresh * (g - average)
+    direction = average / warm + (delta + pull * precision) * (m - m0)
+    return average, h + rate * (ratio * (g * g) - h), m - lr * direction
+
+
+def newton(
+    eps: Any, g: Any, average: Any, h: Any, m: Any, m0: Any, fresh: Any, lr: Any, warm: Any, delta: Any, pull: Any,
+    precision: Any, strength: Any, rate: Any, start: Any,
+) -> Any:  # fmt: skip
+    """Return momentum, curvature and mean after a step with b2."""
+    average = average + fresh * (g - average)
+    found = g * eps * torch.sqrt(strength * (h + delta))
+    after = h + rate * (found - h) + rate * rate * (h - found) ** 2 / (2 * (h + delta))
+    direction = (average / warm + (delta + pull * precision) * (m - m0)) * ((start + delta) / (after + delta))
+    return average, after, m - lr * direction
+
+
+class IVONOptimizer(MethodOptimizer):
+    """The optimizer of method "ivon".
+
+    With g^ the gradient at theta = m + s eps, t the step and h^ = g^ (theta - m)/s^2 = g^ eps/s:
+
+    g <- b1 g + (1-b1) g^;  h <- b2 h + (1-b2) h^ + (1-b2)^2 (h - h^)^2 / (2 (h + delta));
+    m <- m - lr (h0 + delta) (g/(1-b1^t) + (delta + p) (m - theta0)) / (h + delta).
+
+    p = c/(sigma^2 (D0 + D)) is the pull of `penalty` where `prior_sig` is None, else 0.
+
+    The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. This
+    needs thousands of steps: h^ is mostly noise, which only a small 1-b2 averages out. With b2 = None, for runs of any
+    length, the curvature's profile comes from squared gradients, its scale r from the sum over all weights
+    (`bayesify.methods.natural`), and m moves as by SGD:
+
+    h <- h + 0.05 (r g^^2 - h),  r = (running mean of sum g^ eps s) / (running mean of sum (g^ s)^2);
+    m <- m - lr (g/(1-b1^t) + (delta + p) (m - theta0)).
+
+    One theta serves a whole step, on all processes, and however many batches its gradient is accumulated over. The
+    prior is in the step: `penalty` adds its value, and no gradient.
+
+    Args:
+        model: A model bayesified with "ivon", or a module that contains some.
+        lr: A learning rate, or groups of `param_groups`.
+        num_data: The size of the training set.
+        betas: b1, and b2 or None, with which lr grows over the first ten steps.
+        like: Whose rate `lr` is. "sgd": SGD's without momentum, so that of SGD with momentum b is lr (1 - b): where SGD
+            with momentum 0.9 takes 0.05, this takes 0.5. "adamw": AdamW's, from which each tensor's own rate follows by
+            the mean square of its gradients.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import IVON, bayesify, penalty, predict
+        >>> model, x = bayesify(torch.nn.Linear(3, 1), "ivon"), torch.randn(8, 3)
+        >>> optimizer = IVON(model, lr=0.1, num_data=8)
+        >>> for _ in range(5):
+        ...     optimizer.zero_grad()
+        ...     (model(x).square().mean() + penalty(model, num_data=8)).backward()
+        ...     optimizer.step()
+        >>> predict(model, x, samples=5, task="regression").mean.shape
+        torch.Size([8, 1])
+    """
+
+    called, run_key = "IVON", "run"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | list[dict[str, Any]],
+        *,
+        num_data: float,
+        betas: tuple[float, float | None] = (0.9, None),
+        like: str = "sgd",
+    ) -> None:
+        check_num_data(num_data)
+        first, second = betas
+        if not 0 <= first < 1 or not (second is None or 0 <= second < 1):
+            raise ValueError(f"betas must be two numbers in [0, 1), the second one or None, got {betas!r}")
+        self._own = [(p, scope) for p, scope, _ in posteriors_for("IVON", model, IVONPosterior, "ivon")]
+        super().__init__(model, lr, {"beta": first}, like)
+        self.second = second
+        for posterior, scope in self._own:
+            with torch.no_grad(), on_shard(posterior) as own:
+                own.begin(1 / scope.method.scale(num_data))
+        self.run = {"seed": shared_seed(), "step": 0, "cost": 0.0, "power": 0.0}
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the models which theta the next step is taken at."""
+        for i, scope in enumerate(self._scopes):
+            scope.step_draw = Draw((noises.mix(self.run["seed"], i) + self.run["step"]) % 2**63)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a run: its seed, its step and its momentum."""
+        super().load_state_dict(state_dict)
+        self._announce()
+
+    def advance(self) -> None:
+        """Move the posterior by one step."""
+        run: dict[str, Any] = {**self.run, "step": self.run["step"] + 1}
+        own = {id(p.original): (p, scope) for p, scope in self._own}
+        if self.second is None:
+            self._look(run)
+        pulls = {id(scope): self._pull(scope) for scope in self._scopes}
+        # Momentum of SGD begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
+        warm = min(1.0, run["step"] / WARM) if self.second is None else 1.0
+        profile = MEMORY if self.second is None and run["step"] > WARM else 0.0, host(_ratio(run))
+        jobs, ends = [], []
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    posterior, scope = own.get(id(param), (None, None))
+                    lr = self.rate(param, group["lr"]) * warm
+                    numbers = (1 - group["beta"], lr, 1 - group["beta"] ** run["step"])
+                    pull = pulls[id(scope)] if posterior is not None and posterior.relative else 0.0
+                    job, its_ends = self._job(param, posterior, scope, numbers, pull, profile)
+                    jobs.append(job)
+                    ends += its_ends
+        run_all(jobs)
+        for end in ends:
+            end()
+        self.run = run
+        self._announce()
+
+    def _pull(self, scope: Scope) -> Factor:
+        """Return c/(D0 + D), D over the model's weights with a relative prior (see `bayesify.core.penalty`)."""
+        near = [p for p, own in self._own if own is scope and p.relative]
+        strength, floor = pull_of(scope, near)
+        if not strength:
+            return 0.0
+        parts = [part_of(p) for p in near]
+        jobs = [Job(squares, None, (p.original.detach(), p.center, 1 / p.prior_sig)) for p in parts]
+        return strength / (floor + host(_sums(near, jobs)[0]))
+
+    def _look(self, run: dict[str, Any]) -> None:
+        """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
+        jobs, owners = [], []
+        for owner, scope in self._own:
+            posterior = part_of(owner)
+            if (grad := posterior.original.grad) is not None:
+                if posterior.fixed_row is not None:  # which has no noise
+                    grad = grad.clone()
+                    grad[posterior.fixed_row] = 0
+                jobs.append(Job(observe, posterior.stream(_seed(scope)), (grad, *posterior._known())))
+                owners.append(owner)
+        if not jobs:
+            return
+        sums = _sums(owners, jobs)
+        for name, now in zip(("cost", "power"), torch.where(sums.isfinite().all(), sums, torch.nan), strict=True):
+            known = run[name]
+            before = known.to(now) if isinstance(known, Tensor) else torch.full_like(now, known)
+            run[name] = torch.where(now.isnan(), before, torch.lerp(before, now, MEMORY))
+
+    def _job(
+        self, param: Tensor, posterior: Any, scope: Any, numbers: tuple[float, ...], pull: Factor, profile: Any
+    ) -> tuple[Job, list[Callable[[], None]]]:
+        """Return the move of a parameter and its curvature; and what ends it for a fixed row."""
+        state = self.state[param]
+        assert param.grad is not None
+        if "average" not in state:
+            state["average"] = torch.zeros_like(param)
+            if posterior is not None and self.second is not None:
+                h = part(posterior.h)
+                total, count = over_processes([(posterior, torch.stack([h.sum(), h.new_tensor(h.numel())]))])
+                state["start"] = float(total / count)
+        grad, average, mean = part(param.grad), part(state["average"]), part(param)
+        if posterior is None:
+            return Job(drift, None, (grad, average, mean, *numbers), (average, mean)), []
+        own = part_of(posterior)
+        given: tuple[Factor, ...] = (*numbers, own.delta, pull, 1 / own.prior_sig**2)
+        outs = (average, own.h, mean)
+        if self.second is None:
+            return Job(move, None, (grad, *outs, own.center, *given, *profile), outs), []
+
+        def still(kept: list[Tensor], row: int) -> None:  # it keeps its curvature
+            center = own.center[row] if isinstance(own.center, Tensor) and own.center.dim() else own.center
+            run_all([Job(move, None, (grad[row], *kept, center, *given, 0.0, 0.0), kept)])
+
+        inputs = (grad, *outs, own.center, *given, own.strength, 1 - self.second, state["start"])
+        return Job(newton, own.stream(_seed(scope)), inputs, outs), apart(own.fixed_row, outs, still)
+
+
+def _ratio(run: dict[str, Any]) -> Tensor:
+    """Return r."""
+    cost, power = (torch.as_tensor(run[name]) for name in ("cost", "power"))
+    return torch.where(power > 0, cost.clamp(min=0) / power, torch.zeros_like(power))
+
+
+def _sums(owners: Sequence[IVONPosterior], jobs: Sequence[Job]) -> Tensor:
+    """Return the sums of jobs over posteriors and processes, each on the rows that it holds."""
+    groups: dict[Any, tuple[IVONPosterior, list[Job]]] = {}
+    for owner, job in zip(owners, jobs, strict=True):
+        group = None if owner.layout is None else owner.layout.group
+        groups.setdefault((group, job.inputs[0].device), (owner, []))[1].append(job)
+    return over_processes((owner, _rows(own).sum(0)) for owner, own in groups.values())
+
+
+def _rows(jobs: Sequence[Job]) -> Tensor:
+    rows = run_all(jobs)
+    assert rows is not None
+    return rows
+
+
+def _seed(scope: Scope) -> int:
+    """Return the seed of the theta that the gradients were taken at."""
+    assert scope.step_draw is not None
+    return int(scope.step_draw.seed)

@@ -1,0 +1,377 @@
+"""SGLD and SGHMC: gradient steps with just the noise that makes a chain's states posterior samples.
+
+The optimizer `bayesify.SGLD` moves the chain. Its noise is a pure function of (seed, step, parameter), so that a chain
+that is saved and resumed goes on as if it had never stopped. The posterior is the Gaussian of the chain's running
+moments; with `bayesify.Cycles` the chain leaves its basin again and again, and each basin is a member of a mixture.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bayesify.core.distributed import on_shard, part, part_of
+from bayesify.core.method import Tempered
+from bayesify.core.mixture import mix
+from bayesify.core.mixture import Mixture, shared_copy
+from bayesify.core.moments import CollectedPosterior, collected
+from bayesify.core.posterior import Posterior
+from bayesify.core.prior import Prior, state_dtype
+from bayesify.core.ranks import is_whole, shared_seed
+from bayesify.core.stored import LOW_PRECISION
+from bayesify.core.scopes import check_num_data, scopes_of
+from bayesify.engine import noise as noises
+from bayesify.engine.dispatch import Job, run, run_all
+from bayesify.methods.cycles import Cycles, Place, Stages
+from bayesify.methods.optimizers import MethodOptimizer, apart, posteriors_for
+
+FEW = 5  # states, below which a spread is none
+FADE = 3.0  # half of the weight is on the last sixth of the states
+OWN_WAY = {"noise": 1.0, "collects": True}
+"""In every group: a factor on the noise, and whether the method's own count collects; `Cycles` may change both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLD(Tempered):
+    """Options of "sgld".
+
+    Attributes:
+        Ninflate: The data counts as if each item were there this many times; the posterior is that much narrower. None
+            is 1, or by the number of weights where `prior_sig` is None.
+        nd: Factor of the noise; below 1 the chain is colder than the posterior.
+        burnin: Optimizer steps before the first that counts.
+        thin: Every how many steps after these the chain's state enters the moments.
+        fade: How fast earlier states lose weight: the n-th counts as n^fade, nearly. 0 is the plain mean of all states.
+            None is 0, or FADE where `prior_sig` is None, with which the way to the posterior needs no `burnin`.
+        bias: "informative" treats biases as the weights; "uninformative" gives them a flat prior.
+        nst: Samples at prediction.
+    """
+
+    name: ClassVar[str] = "sgld"
+    tempers: ClassVar[str] = "Ninflate"
+    optimizer: ClassVar[str] = "SGLD"
+    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
+
+    Ninflate: float | None = None
+    nd: float = 1.0
+    burnin: int = 0
+    thin: int = 10
+    fade: float | None = None
+    bias: str = "informative"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_optional("Ninflate", above=0)
+        self.check("nd", least=0)
+        self.check_optional("fade", least=0)
+        for option, least in (("burnin", 0), ("thin", 1)):
+            value = getattr(self, option)
+            if not is_whole(value) or value < least:
+                raise ValueError(f"{option} must be an integer >= {least} (optimizer steps), got {value!r}")
+
+    def settled(self, *, relative: bool, weights: int) -> "SGLD":
+        """Forget early states where the prior is relative, besides what every tempered method does."""
+        settled = super().settled(relative=relative, weights=weights)
+        assert isinstance(settled, SGLD)
+        return replace(settled, fade=(FADE if relative else 0.0) if self.fade is None else self.fade)
+
+    def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
+        """Return the posterior of one parameter, without moments at first."""
+        flat = prior.is_bias and self.bias == "uninformative"
+        return SGLDPosterior(param, prior, flat=flat, fixed_row=fixed_row, fade=self.fade or 0.0)
+
+    def check_ready(self, posteriors: Sequence[Posterior]) -> None:
+        """Raise before there are moments; warn if there are too few states."""
+        super().check_ready(posteriors)
+        counts = [int(p.count) for p in posteriors if isinstance(p, SGLDPosterior) and p.count is not None]
+        if counts and min(counts) < FEW:
+            states = "1 state, which has no spread" if min(counts) == 1 else f"{min(counts)} states"
+            warnings.warn(
+                f"the chain has collected {states}: samples will tell little; train for longer, or collect more often "
+                f"(thin is {self.thin}, burnin {self.burnin} optimizer steps)",
+                stacklevel=5,
+            )
+
+    def collects(self, step: int) -> bool:
+        """Return whether the state after this step (from 1) enters the moments."""
+        return step > self.burnin and (step - self.burnin) % self.thin == 0
+
+
+class SGLDPosterior(CollectedPosterior):
+    """The Gaussian of a chain's running moments; the chain before there are any.
+
+    The n-th of N states has the weight w_n ~ n(n+1)...(n+fade-1), 1 without `fade`. Tensors: `count`, which is N;
+    `average`, sum w x / sum w; `scatter`, N - 1 times the weighted variance, made unbiased for independent states.
+    """
+
+    settings = (*CollectedPosterior.settings, "fade")
+    missing = "the chain has no moments; step bayesify.SGLD beyond burnin + thin steps first"
+
+    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, fade: float = 0.0) -> None:
+        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
+        self.fade = fade
+
+    @property
+    def own_std(self) -> Tensor:
+        """sqrt(scatter/(count - 1)); 0 before the second state."""
+        if self.count is None or self.scatter is None:
+            return super().own_std
+        return (self.scatter / (self.count - 1).clamp(min=1)).sqrt_()
+
+    @property
+    def note(self) -> str:
+        """How many states the chain has collected, for `summary`."""
+        if self.count is None:
+            return "no moments yet"
+        return f"{int(self.count)} states" if self.count > 1 else "1 state, no spread yet"
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the chain's present state to the moments (Welford's recurrence, with weights).
+
+        n <- n + 1; d = theta - average; r = (fade+1)/(n+fade); average <- average + r d; V <- (1-r) (V + r d^2), where
+        V = sum w (x - average)^2 / sum w is scatter (1-q)/(n-1), q = sum w^2 / (sum w)^2. Without `fade` both are 1/n,
+        so that scatter <- scatter + (n-1)/n d^2.
+        """
+        theta = self.original.detach()
+        theta = theta.to(state_dtype(theta))
+        if self.count is None or self.average is None or self.scatter is None:
+            self.count = torch.ones((), dtype=torch.int64, device=theta.device)
+            self.average = theta.clone(memory_format=torch.contiguous_format)
+            self.scatter = torch.zeros_like(self.average)
+            return
+        keep, add, rate = welford(int(self.count.add_(1)), self.fade)
+        run(collected, None, (theta, self.average, self.scatter, rate, keep, add), (self.average, self.scatter))
+
+
+@lru_cache
+def welford(n: int, fade: float) -> tuple[float, float, float]:
+    """Return the factors of the n-th state, n > 1: of the scatter so far, of d^2, and r."""
+    if fade == 0:
+        return 1.0, (n - 1) / n, 1 / n
+    before, rate = concentration(n - 1, fade), (fade + 1) / (n + fade)
+    after = (1 - rate) ** 2 * before + rate**2
+    # Of one state the variance is 0, whatever it is divided by.
+    keep = 0.0 if n == 2 else (1 - rate) * (n - 1) / (n - 2) * (1 - before) / (1 - after)
+    return keep, (1 - rate) * rate * (n - 1) / (1 - after), rate
+
+
+@lru_cache
+def concentration(n: int, fade: float) -> float:
+    """Return q = sum w^2 / (sum w)^2 of n states."""
+    found = 1.0
+    for k in range(2, n + 1):
+        rate = (fade + 1) / (k + fade)
+        found = (1 - rate) ** 2 * found + rate**2
+    return found
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+def descend(theta: Any, g: Any, lr: Any) -> Any:
+    """Return theta - lr g."""
+    return theta - lr * g
+
+
+def kicked(eps: Any, theta: Any, g: Any, lr: Any, size: Any) -> Any:
+    """Return theta - lr g + size xi."""
+    return theta + (size * eps - lr * g)
+
+
+def glide(theta: Any, v: Any, g: Any, lr: Any, mu: Any) -> Any:
+    """Return theta + v and v <- mu v - lr g."""
+    v = mu * v - lr * g
+    return theta + v, v
+
+
+def kicked_glide(eps: Any, theta: Any, v: Any, g: Any, lr: Any, mu: Any, size: Any) -> Any:
+    """Return theta + v and v <- mu v - lr g + size xi."""
+    v = mu * v - lr * g + size * eps
+    return theta + v, v
+
+
+class SGLDOptimizer(MethodOptimizer):
+    """Stochastic gradient Langevin dynamics; with momentum, stochastic gradient Hamiltonian Monte Carlo.
+
+    v <- mu v - lr g + nd sqrt(2 lr (1-mu)/(N Ninflate)) xi;  theta <- theta + v,  xi ~ N(0, 1),
+
+    where g is the gradient of the mean loss plus `penalty`, through which alone the prior enters. After `burnin` steps
+    every `thin`-th state enters the moments of its posterior. Parameters that are not Bayesian, and an embedding's
+    padding row, move without noise.
+
+    Args:
+        model: A model bayesified with "sgld", or a module that contains one.
+        lr: The learning rate, or the groups of `param_groups`, each with its own.
+        num_data: N, the number of training items; the same as in `penalty`.
+        momentum: mu, in [0, 1).
+        like: Whose rate `lr` is: that of torch.optim.SGD with this momentum ("sgd"), or of "adamw", from which each
+            tensor's own rate follows by the mean square of its gradients.
+
+    Raises:
+        ValueError: The model is of another method, or a number is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import SGLD, bayesify, penalty, predict
+        >>> model, x = bayesify(torch.nn.Linear(3, 1), "sgld", thin=1), torch.randn(8, 3)
+        >>> chain = SGLD(model, lr=0.01, num_data=8)
+        >>> for _ in range(5):
+        ...     chain.zero_grad()
+        ...     (model(x).square().mean() + penalty(model, num_data=8)).backward()
+        ...     chain.step()
+        >>> predict(model, x, samples=5, task="regression").mean.shape
+        torch.Size([8, 1])
+    """
+
+    called, run_key = "SGLD", "chain"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | list[dict[str, Any]],
+        *,
+        num_data: float,
+        momentum: float = 0.0,
+        like: str = "sgd",
+    ) -> None:
+        check_num_data(num_data)
+        self.num_data = float(num_data)
+        self._sampled = list(posteriors_for("SGLD", model, SGLDPosterior, "sgld"))
+        for posterior, _, _ in self._sampled:
+            if posterior.original.dtype in LOW_PRECISION:
+                warnings.warn(
+                    f"{posterior.name!r} is {posterior.original.dtype}, in which SGLD's small steps round to nothing; "
+                    "keep the model in float32 (torch.autocast may still compute in less)",
+                    stacklevel=2,
+                )
+        super().__init__(model, lr, {"momentum": momentum, **OWN_WAY}, like)
+        self.run = {"seed": shared_seed(), "step": 0}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, after a look at its numbers."""
+        mu = {**self.defaults, **param_group}["momentum"]
+        if isinstance(mu, bool) or not isinstance(mu, (int, float)) or not 0 <= mu < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {mu!r}")
+        if param_group.get("weight_decay", 0):
+            raise ValueError("SGLD takes no weight_decay: the prior enters through bayesify.penalty alone")
+        super().add_param_group(param_group)
+
+    def advance(self) -> None:
+        """Move the chain by one step, and collect its state where the method says so."""
+        self.run = {**self.run, "step": self.run["step"] + 1}
+        sampled = {id(found[0].original): found for found in self._sampled}
+        moves = [
+            self._move(param, group, *sampled.get(id(param), (None, None, 0)))
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        run_all([job for job, _ in moves])
+        for end in (end for _, ends in moves for end in ends):
+            end()
+        for posterior, scope, _ in self._sampled:
+            if self.param_groups[0]["collects"] and scope.method.collects(self.run["step"]):
+                with on_shard(posterior) as own:
+                    own.collect()
+
+    def _move(
+        self, param: Tensor, group: dict[str, Any], posterior: SGLDPosterior | None, scope: Any, number: int
+    ) -> tuple[Job, list[Callable[[], None]]]:
+        """Return one parameter's step; and what ends it for a fixed row, which takes no noise."""
+        assert param.grad is not None
+        lr, mu = self.rate(param, group["lr"]), group["momentum"]
+        if self.like == "adamw":
+            lr *= 1 - mu  # momentum adds up 1/(1-mu) steps
+        if mu != 0 and "velocity" not in self.state[param]:
+            self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+        velocity = [part(self.state[param]["velocity"])] if "velocity" in self.state.get(param, {}) else []
+        moved, grad, last = [part(param), *velocity], part(param.grad), [mu] * len(velocity)
+        still, noisy = (glide, kicked_glide) if velocity else (descend, kicked)
+        method = None if posterior is None else scope.method
+        size = group["noise"] * method.nd * math.sqrt(2 * lr * (1 - mu) * method.scale(self.num_data)) if method else 0
+        if posterior is None or size == 0:
+            return Job(still, None, (*moved, grad, lr, *last), moved), []
+        own = part_of(posterior)
+        seed = (noises.mix(self.run["seed"], number) + self.run["step"]) % 2**64
+        stream = noises.Stream(seed, own.key, moved[0].shape, moved[0].dtype, moved[0].device, own.start)
+        job = Job(noisy, stream, (*moved, grad, lr, *last, size), moved)
+        return job, apart(own.fixed_row, moved, lambda kept, row: run(still, None, (*kept, grad[row], lr, *last), kept))
+
+
+# -- cycles ------------------------------------------------------------------------------------------------------------
+
+
+class Basins(Stages):
+    """Look for a basin without noise up to `beta`; from there on sample it, and collect every `thin`-th state.
+
+    At the end of a cycle a copy of the model is its member, and the moments start anew (Zhang et al. 2020). The chain's
+    own collection and the `burnin` of the method have no meaning here.
+    """
+
+    cycles, options = 4, ("beta",)
+
+    def __init__(self, run: Cycles, *, beta: float = 0.8) -> None:
+        super().__init__(run)
+        if not 0 <= beta < 1:
+            raise ValueError(f"beta must be in [0, 1), got {beta!r}")
+        self.beta = beta
+        self.members: list[nn.Module] = []
+
+    @property
+    def _thin(self) -> int:
+        methods = [scope.method for scope in scopes_of(self.run.model)]
+        return max(method.thin for method in methods if isinstance(method, SGLD))
+
+    def check(self, places: Sequence[Place]) -> None:
+        """Raise where a cycle collects fewer than two states."""
+        shortest = min(place.length for place in places)
+        sampling = shortest - math.ceil(self.beta * shortest)
+        if sampling // self._thin < 2:
+            raise ValueError(
+                f"a cycle has {sampling} steps from beta on, of which every {self._thin}th is collected: fewer than "
+                "two states; take more steps, fewer cycles, a smaller beta or thin"
+            )
+
+    def before(self, place: Place | None) -> None:
+        """Tell the chain whether the next step takes noise."""
+        explores = place is not None and place.step < self.beta * place.length
+        for group in self.run.optimizer.param_groups:
+            group["noise"], group["collects"] = float(not explores), False
+
+    def after(self, place: Place) -> None:
+        """Collect a state."""
+        sampled = place.step + 1 - math.ceil(self.beta * place.length)  # steps of this cycle with noise, so far
+        if sampled > 0 and sampled % self._thin == 0:
+            self.run.collect(SGLDPosterior)
+
+    def end(self, number: int, *, last: bool) -> None:
+        """Keep a copy of the model, and let the next cycle begin without moments."""
+        self.members.append(shared_copy(self.run.model).eval())
+        for posterior in self.run.posteriors():
+            posterior._forget_moments()  # type: ignore[operator]
+
+    def mixture(self) -> Mixture:
+        """Return the mixture of all members so far."""
+        if not self.members:
+            raise ValueError(f"no cycle has ended yet: {self.run.last_epoch} steps of {self.run.ends[0]} are done")
+        return mix(self.members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the members."""
+        return {"beta": self.beta, "members": [member.state_dict() for member in self.members]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the members, as copies of the model."""
+        self.beta, self.members = state["beta"], []
+        for tensors in state["members"]:
+            self.members.append(shared_copy(self.run.model).eval())
+            self.members[-1].load_state_dict(tensors)
+
+
+SGLD.stages = Basins
