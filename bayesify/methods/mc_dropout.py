@@ -79,10 +79,7 @@ class DropoutPosterior(Posterior):
     @property
     def own_std(self) -> Tensor:
         """sqrt(p (1-p)) |m - theta0|."""
-        std = (self.original.detach() - self.prior_center).abs() * math.sqrt(self.p_drop * (1 - self.p_drop))
-        if self.fixed_row is not None:
-            std[self.fixed_row] = 0
-        return std
+        return (self.original.detach() - self.prior_center).abs() * math.sqrt(self.p_drop * (1 - self.p_drop))
 
     @property
     def untrained(self) -> str:

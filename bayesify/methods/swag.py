@@ -35,10 +35,7 @@ class Iterates(Stages):
 
     def end(self, number: int, *, last: bool) -> None:
         """Collect an iterate of what the optimizer moves."""
-        for posterior in self.run.posteriors():
-            if isinstance(posterior, SWAGPosterior):
-                with on_shard(posterior) as own:
-                    own.collect()
+        self.run.collect(SWAGPosterior)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +114,7 @@ class SWAGPosterior(CollectedPosterior):
         """Whether there is a spread."""
         return self.collected > 1
 
-    @property
-    def moves(self) -> bool:
-        """Whether a draw differs from the mean."""
-        return self.ready
+    moves = ready
 
     @property
     def note(self) -> str:
@@ -130,43 +124,38 @@ class SWAGPosterior(CollectedPosterior):
     def _own(self) -> Tensor:
         """Return sqrt(diag/2)."""
         assert self.scatter is not None
-        return self._still((self.scatter / (2 * (self.collected - 1))).sqrt_())
+        return (self.scatter / (2 * (self.collected - 1))).sqrt_()
 
     def _together(self, eps: Tensor) -> Tensor:
-        """Return D eps/sqrt(2 (K-1)), for K numbers.
-
-        One column after the other: D, of K times the parameter's size, is never written out.
-        """
+        """Return D eps/sqrt(2 (K-1)), for K numbers, without D, which is K times the parameter's size."""
         assert self.average is not None
         assert self.iterates is not None
-        total = torch.zeros_like(self.average)
-        for number, iterate in zip(eps / math.sqrt(2 * (len(self.iterates) - 1)), self.iterates, strict=True):
-            total.addcmul_(iterate - self.average, number)
-        return self._still(total)
-
-    def _still(self, spread: Tensor) -> Tensor:
-        """Return a spread without that of the fixed row."""
-        if self.fixed_row is not None:
-            spread[self.fixed_row] = 0
-        return spread
+        numbers = eps / math.sqrt(2 * (len(self.iterates) - 1))
+        found: Tensor = torch.tensordot(numbers, self.iterates, 1).sub_(self.average * numbers.sum())
+        return found
 
     @property
     def own_std(self) -> Tensor:
         """sqrt((diag + sum of D^2 over its columns/(K-1))/2); 0 before the second iterate."""
-        if not self.ready or self.average is None or self.iterates is None:
+        if not self.ready or self.iterates is None:
             return super().own_std
-        shared = _squares(self.iterates, self.average) / (2 * (len(self.iterates) - 1))
-        return self._still((self._own().square_() + shared).sqrt_())
+        total = self._own().square_()
+        for iterate in self.iterates:
+            away = iterate - self.average
+            total.addcmul_(away, away, value=0.5 / (len(self.iterates) - 1))
+        return total.sqrt_()
 
     def noise_of(self, seed: int) -> Tensor:
         """Return theta - mu of a draw: (sqrt(diag) eps1 + D eps2/sqrt(K-1))/sqrt(2)."""
         stream = self.stream(seed)
-        if not self.ready:
+        if not self.ready or self.iterates is None:
             return torch.zeros(self.shape, dtype=stream.dtype, device=stream.device)
-        assert self.iterates is not None
         columns, dtype = torch.Size([len(self.iterates)]), self.iterates.dtype
         eps2 = stream._replace(key=SHARED, shape=columns, dtype=dtype, start=0).normal()
-        return self._own() * stream.normal() + self._together(eps2)
+        noise = self._together(eps2).addcmul_(self._own(), stream.normal())
+        if self.fixed_row is not None:
+            noise[self.fixed_row] = 0
+        return noise
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return mu + noise; its gradient passes to the parameter as it is."""
@@ -233,15 +222,6 @@ class SWAGPosterior(CollectedPosterior):
         super().check_state(state)
         if "count" in state and len(state["iterates"]) != min(int(state["count"]), self.rank):
             raise ValueError(f"{len(state['iterates'])} iterates are kept of {int(state['count'])}")
-
-
-def _squares(iterates: Tensor, average: Tensor) -> Tensor:
-    """Return the sum of (x - average)^2 over the iterates x, without an array of all their deviations."""
-    total = torch.zeros_like(average)
-    for iterate in iterates:
-        away = iterate - average
-        total.addcmul_(away, away)
-    return total
 
 
 def collect(model: nn.Module) -> None:

@@ -26,7 +26,6 @@ class Link(NamedTuple):
 
     Attributes:
         std: g.
-        unit: d rho/d log s = s/g'(rho), of (rho, s).
         inverse: The rho of an s.
         draw: m + eps s.
         pull: The gradient g eps g'(rho) of rho.
@@ -38,7 +37,6 @@ class Link(NamedTuple):
     """
 
     std: Callable[[Any], Any]
-    unit: Callable[[Any, Any], Any]
     inverse: Callable[[float], float]
     draw: Formula
     pull: Formula
@@ -55,10 +53,10 @@ def _link(
     log_std: Callable[[Any, Any], Any],
     inverse: Callable[[float], float],
 ) -> Link:
-    """Write the formulas for a link g = std(rho), g' = slope(rho, s), log g = log_std(rho, s)."""
+    """Write the formulas for a link g = std(rho), g' = slope(rho, s), log g = log_std(rho, s).
 
-    def unit(rho: Any, s: Any) -> Any:
-        return s / slope(rho, s)
+    Natural steps are in log s: d rho/d log s is s/g'(rho).
+    """
 
     def draw(eps: Any, m: Any, rho: Any) -> Any:
         return m + eps * std(rho)
@@ -70,7 +68,7 @@ def _link(
         s = std(rho)
         each = g * s
         noise = each * eps
-        return scale * torch.clamp(factor * (each * each), max=LARGEST) * unit(rho, s), noise, noise * noise
+        return scale * torch.clamp(factor * (each * each), max=LARGEST) * (s / slope(rho, s)), noise, noise * noise
 
     def energy(m: Any, rho: Any, m0: Any, first: Any, second: Any, third: Any) -> Any:
         s = std(rho)
@@ -78,7 +76,7 @@ def _link(
 
     def natural_energy(m: Any, rho: Any, m0: Any, first: Any, second: Any, third: Any) -> Any:
         s = std(rho)
-        return first * (m - m0), (second * s * s - third) * unit(rho, s)
+        return first * (m - m0), (second * s * s - third) * (s / slope(rho, s))
 
     def spread(rho: Any, precision: Any) -> Any:
         s = std(rho)
@@ -87,7 +85,7 @@ def _link(
     def terms(m: Any, rho: Any, m0: Any, precision: Any) -> Any:
         return squares(m, m0, precision), *spread(rho, precision)
 
-    return Link(std, unit, inverse, draw, pull, natural, energy, natural_energy, terms, spread)
+    return Link(std, inverse, draw, pull, natural, energy, natural_energy, terms, spread)
 
 
 def _clamp(rho: Any) -> Any:
@@ -211,9 +209,6 @@ class VIPosterior(Posterior):
     def own_std(self) -> Tensor:
         """The posterior's s = g(rho)."""
         std: Tensor = LINKS[self.link].std(self.rho.detach())
-        if self.fixed_row is not None:
-            std = std.clone()
-            std[self.fixed_row] = 0
         return std
 
     @property

@@ -11,7 +11,7 @@ MUTANTS = [
         ("divided by K", "math.sqrt(2 * (len(self.iterates) - 1))", "math.sqrt(2 * len(self.iterates))", "covariance"),
         ("the newest is overwritten", "self.iterates[(n - 1) % self.rank]", "self.iterates[-1]", "covariance"),
         ("one iterate is enough", "return self.collected > 1", "return self.collected > 0", "nothing_to_sample"),
-        ("noise on the padding row", "spread[self.fixed_row] = 0", "pass", "padding"),
+        ("noise on the padding row", "noise[self.fixed_row] = 0", "pass", "padding"),
     ),
     *of(
         "methods/cycles.py",
