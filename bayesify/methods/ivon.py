@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, over_processes, part, part_of
-from bayesify.core.modes import Draw
 from bayesify.core.method import Tempered
+from bayesify.core.modes import Draw
 from bayesify.core.penalty import pull_of
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import Prior, state_dtype
-from bayesify.core.prior import Energy, Factor, Part, host, scaled, squares
-from bayesify.core.reading import Scope
-from bayesify.core.prior import LEAST_CHANGE, START
+from bayesify.core.prior import LEAST_CHANGE, START, Energy, Factor, Part, Prior, host, scaled, squares, state_dtype
 from bayesify.core.ranks import shared_seed
+from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_num_data
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all

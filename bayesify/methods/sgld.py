@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part, part_of
 from bayesify.core.method import Tempered
-from bayesify.core.mixture import mix
-from bayesify.core.mixture import Mixture, shared_copy
+from bayesify.core.mixture import Mixture, mix, shared_copy
 from bayesify.core.moments import CollectedPosterior, collected
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
 from bayesify.core.ranks import is_whole, shared_seed
-from bayesify.core.stored import LOW_PRECISION
 from bayesify.core.scopes import check_num_data, scopes_of
+from bayesify.core.stored import LOW_PRECISION
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run, run_all
 from bayesify.methods.cycles import Cycles, Place, Stages
