@@ -28,7 +28,9 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (
     "../README",
     "get_started",
+    "train",
     "which_method",
+    *(f"methods/{page.stem}" for page in sorted((DOCS / "methods").glob("*.md"))),
     "scales",
     "classification",
     "regression",

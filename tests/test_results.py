@@ -29,7 +29,8 @@ def results(name):
 def by_hand(page):
     """Return what a person wrote: no blocks of code or output, no part that a command writes, no code in a line."""
     text = re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", page, flags=re.DOTALL)
-    return re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    text = re.sub(r"\]\([^)]*\)", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))  # targets of links
+    return re.sub(r"`[^`]*`", "", text)
 
 
 FIGURE = re.compile(r"\d+\.\d+|\d+ ?%|\d+ times|±")
@@ -41,6 +42,7 @@ CHOSEN = {  # figures that nobody measured: versions, settings, definitions
     "already_trained": {"0.1", "0.02"},  # the latter is asserted in test_laplace_last_layer
     "gotchas": {"0.69"},  # softplus(0)
     "huggingface": {"4.50"},
+    "install": {"2.13", "2.15", "3.11"},
     "lora": {"90 %"},
     "scales": {"0.001", "0.05", "0.1"},
     "scaling": {"2.13", "2.15"},
@@ -50,7 +52,7 @@ CHOSEN = {  # figures that nobody measured: versions, settings, definitions
 
 def test_figures_of_prose_were_chosen_and_not_measured():
     whole = {"evidence", "exactness", "benchmarks", "reproduction", "zoo", "api"}  # pages that a command writes
-    pages = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").glob("*.md") if page.stem not in whole)]
+    pages = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if page.stem not in whole)]
     assert len(pages) > 20
     found = {page.stem: set(FIGURE.findall(by_hand(page.read_text()))) - CHOSEN.get(page.stem, set()) for page in pages}
     assert not {page: figures for page, figures in found.items() if figures}
@@ -75,6 +77,16 @@ def test_the_reproduction(example):
 
 def test_evidence(example):
     assert committed("docs/evidence.md") == example("evidence.page").page(example("evidence.files").read_all())
+
+
+def test_the_pages_of_methods(example):
+    tables = example("evidence.page").tables_of(example("evidence.files").read_all())
+    pages = example("method_pages")
+    assert set(pages.WAYS) == {page.stem for page in (ROOT / "docs/methods").glob("*.md")}
+    stale = [
+        name for name in pages.WAYS if not has(example, f"docs/methods/{name}.md", name, pages.section(name, tables))
+    ]
+    assert not stale, f"{stale}: python examples/method_pages.py writes them"
 
 
 def test_benchmarks(monkeypatch):

@@ -48,7 +48,7 @@ def public():
 
 def test_every_public_name_has_an_example():
     """A doctest of its own, or a place in the code of a page or of the README."""
-    shown = "".join(page.read_text() for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"))
+    shown = "".join(page.read_text() for page in (*DOCS.rglob("*.md"), DOCS.parent / "README.md"))
     code = "".join(re.findall(r"```python\n(.*?)```", shown, flags=re.DOTALL))
     without = [
         path
@@ -61,7 +61,17 @@ def test_every_public_name_has_an_example():
     assert not without, " ".join(without)
 
 
+def contents(page):
+    """Return the entries of a page's table of contents."""
+    tables = re.findall(r"```{toctree}\n(?::\w+:[^\n]*\n)*\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    return [re.sub(r".*<(.*)>", r"\1", line) for table in tables for line in table.split("\n") if line]
+
+
 def test_every_page_is_in_a_table_of_contents():
-    listed = set(re.findall(r"^(\w+)$", (DOCS / "index.md").read_text(), flags=re.MULTILINE))
-    pages = {page.stem for page in DOCS.glob("*.md")} | {"api"}
-    assert pages - {"index"} == listed
+    listed = [entry for page in DOCS.rglob("*.md") for entry in contents(page)]
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")} | {"api", "self"}
+    assert sorted(listed) == sorted(pages - {"index"})
+
+
+def test_the_sidebar_is_short():
+    assert len(contents(DOCS / "index.md")) == 8

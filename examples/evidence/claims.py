@@ -1,8 +1,5 @@
 """What the results say: the best rows in words, and every claim with its figure, whether it holds or not."""
 
-import math
-import statistics
-
 from .rows import METHODS, WORDS
 from .tables import BAR
 
@@ -15,9 +12,9 @@ CHOSEN = ("plain_tuned", "temperature")
 CHEAP = 1.1
 RULE = (
     "A comparison is a yes if the mean difference says so, within noise if it says the opposite by at most one "
-    "standard error, and else a no. What is best of many rows was found on the test data, which flatters it; all rows "
-    "are below. A mean is a single network: what it gains is gained by the prior and the pull, not by a posterior. The "
-    "mean of la is plain training with nothing but these."
+    "standard error, and else a no. The best of many rows was picked on the test data, which flatters it; all rows "
+    "are below. A mean is a single network: what it gains comes from the prior and its pull, not from a posterior. The "
+    "mean of la is plain training with the prior and nothing else."
 )
 SURE = 2  # standard errors that count as a difference where nothing was claimed beforehand
 BASELINES = ("plain", "plain_sgd", "ensemble5", "ensemble5_sgd", "ivon_point", "one_cycle")
@@ -42,75 +39,43 @@ def best(table, ways, score="nll"):
     return min(ways, key=lambda way: table.mean(*way, score))
 
 
-def summary(tables):
-    """Return what to choose for what, what fails first; and on each task what is best, for one pass and at any cost."""
-    lines = ["## In short", "", "Means over the tasks; in brackets on how many of them a row is better.", ""]
-    lines += [failures(tables), *choices(tables), "", "## Task by task", ""]
-    for name, table in tables.items():
-        ways = bayesian(table)
-        if not ways:
-            continue
-        top = best(table, ways)
-        one = best(table, [way for way in ways if table.mean(*way, "cost") <= CHEAP] or ways)
-        lower = [way for way in ways if below(table, way)]
-        sgd = table.rival("sgld", BAR)
-        other = "" if sgd == BAR else f" (by SGD {table.mean(*sgd, 'nll'):.4f})"
-        lines.append(
-            f"- **{name}**: plain + temperature has NLL {table.mean(*BAR, 'nll'):.4f}{other}; the best Bayesian row is "
-            f"{named(top)} with {table.against(top).shown()} against it, of one pass {named(one)} with "
-            f"{table.against(one).shown()}; {len(lower)} of {len(ways)} rows are below it by more than two "
-            "standard errors."
-        )
-    return lines
+def of_task(table):
+    """Return a sentence: what is best on a task, for one pass and at any cost."""
+    ways = bayesian(table)
+    if not ways:
+        return []
+    top = best(table, ways)
+    one = best(table, [way for way in ways if table.mean(*way, "cost") <= CHEAP] or ways)
+    lower = [way for way in ways if below(table, way)]
+    sgd = table.rival("sgld", BAR)
+    other = "" if sgd == BAR else f" (by SGD {table.mean(*sgd, 'nll'):.4f})"
+    return [
+        f"Plain + temperature has NLL {table.mean(*BAR, 'nll'):.4f}{other}. Against it, the best Bayesian row is "
+        f"{named(top)} with {table.against(top).shown()}, and the best of one pass {named(one)} with "
+        f"{table.against(one).shown()}; {len(lower)} of {len(ways)} rows are below it by more than two standard "
+        "errors.",
+        "",
+    ]
 
 
 def failures(tables):
-    """Return a line with the chief claims that do not hold, and where."""
+    """Return the chief claims that do not hold, and where."""
     wrong = []
     for words, check in CLAIMS[:CHIEF]:
         found = {name: check(table) for name, table in tables.items()}
-        missed = [f"{name} ({f[1]})" for name, f in found.items() if f is not None and f[0] is False]
+        missed = [name for name, f in found.items() if f is not None and f[0] is False]
         if missed:
-            wrong.append(f"{words}: not on {', '.join(missed)}")
-    return f"- **What does not hold**: {'; '.join(wrong) or 'none of the chief claims fails'}."
+            wrong.append(f"{words} (not on {', '.join(missed)})")
+    return f"Not on every task: {'; '.join(wrong)}." if wrong else "All chief claims hold on every task."
 
 
-def choices(tables):
-    """Return what to choose for what, by means over the tasks, and where one model's posterior does not pay."""
-
-    def by_task(one, other, score="nll", other_score=None):
-        both = [t for t in tables.values() if t.has(one) and t.has(other)]
-        return [t.against(one, other, score, other_score).mean for t in both] or [math.nan]
-
-    def each(ways, *args, better=1):
-        known = [(way, by_task(way, *args)) for way in ways if any(t.has(way) for t in tables.values())]
-        return ", ".join(
-            f"{WORDS.get(way[0], way[0])} {statistics.mean(found):+.3f}"
-            f" ({sum(better * value < 0 for value in found)} of {len(found)})"
-            for way, found in sorted(known, key=lambda pair: better * statistics.mean(pair[1]))
-        )
-
-    def ways(kind):
-        return [(method, kind) for method in METHODS]
-
-    sampled = ways("samples")
-    spreads = [RECOMMENDED, *sampled, ("la_last_self", "closed"), MIXTURE, ("ensemble5", "samples")]
-    idle = [name for name, t in tables.items() if not any(below(t, w) for w in bayesian(t) if w[0] != MIXTURE[0])]
-    return [
-        f"- **A trained model, one pass**: the NLL against plain is {each([RECOMMENDED], PLAIN)}, and against "
-        f"temperature scaling {each([RECOMMENDED], BAR)}; with a temperature after it, {each([TEMPERED], BAR)}.",
-        f"- **A training of your own**: samples' NLL against plain: {each(sampled, PLAIN)}.",
-        f"- **The same with held-out data**, against plain + temperature: the mean with a temperature, in one pass: "
-        f"{each(ways('tempered mean'), BAR)}; samples with a temperature: {each(ways('tempered samples'), BAR)}; "
-        f"samples without one: {each(sampled, BAR)}.",
-        f"- **Five trainings**: {each([MIXTURE], ENSEMBLE)} against an ensemble of five with temperature scaling, and "
-        f"{each([MIXTURE], BAR)} against one such network.",
-        "- **To notice what was never seen**: AUROC by mutual information minus that of plain's entropy: "
-        f"{each(spreads, PLAIN, 'ood_mi', 'ood_entropy', better=-1)}.",
-        "- **Where it does not pay**: temperature scaling of one plain network is as good as every posterior of one "
-        f"model, in NLL and within two standard errors, on: {', '.join(idle) or 'none of the tasks'}. "
-        f"{averaged(tables)}",
-    ]
+def idle(tables):
+    """Return a sentence: where one model's posterior does not pay."""
+    names = [name for name, t in tables.items() if not any(below(t, w) for w in bayesian(t) if w[0] != MIXTURE[0])]
+    return (
+        "Temperature scaling of one plain network is as good as every posterior of one model, in NLL and within two "
+        f"standard errors, on {', '.join(names) or 'none of the tasks'}."
+    )
 
 
 def averaged(tables):
@@ -119,9 +84,8 @@ def averaged(tables):
     found = [t.paired(one, other, "nll") for t, one, other in both if t.has(one) and t.has(other)]
     lower, higher = (sum(sign * a.mean < -SURE * a.or_none for a in found) for sign in (1, -1))
     return (
-        "With a temperature on both, the NLL of samples is below that of the posterior mean (by two standard errors) "
-        f"for {lower} of {len(found)} methods on tasks, and above it for {higher}: samples are for telling what is "
-        "unknown, and for where there is no held-out data."
+        "With a temperature on both, samples have a lower NLL than the posterior mean (by two standard errors) in "
+        f"{lower} of {len(found)} pairs of a method and a task, and a higher one in {higher}."
     )
 
 
@@ -133,7 +97,7 @@ def below(table, way):
 
 def checks(tables):
     """Return a table of claims by task; what does not hold says so."""
-    lines = ["## What holds, and what does not", "", "| claim | " + " | ".join(tables) + " |"]
+    lines = ["| claim | " + " | ".join(tables) + " |"]
     lines.append("|---" * (len(tables) + 1) + "|")
     for words, check in CLAIMS:
         found = [check(table) for table in tables.values()]
@@ -249,15 +213,15 @@ CLAIMS = (
         best_of_chosen,
     ),
     ("a row of at most 1.1 plain passes is at or below ensemble of 5 + temperature in NLL", cheap_against_ensemble),
-    ("the last layer's mutual information tells OOD data (AUROC above 0.5)", recommended_mi),
+    ("mutual information of the last layer detects OOD data (AUROC above 0.5)", recommended_mi),
     ("the best OOD AUROC is at least 0.03 above that of plain's entropy", best_ood),
-    ("every method: samples' NLL at most the mean's", all_methods("samples", "mean")),
+    ("every method: the NLL of samples is at most that of the mean", all_methods("samples", "mean")),
     ("the same with a temperature on both", all_methods("tempered samples", "tempered mean")),
-    ("every method: samples' NLL at most plain's", all_methods("samples", "plain")),
-    ("mutual information of vi, la and ivon tells OOD data (AUROC above 0.5)", methods_mi),
+    ("every method: the NLL of samples is at most that of plain training", all_methods("samples", "plain")),
+    ("mutual information of vi, la and ivon detects OOD data (AUROC above 0.5)", methods_mi),
     ("the spread of vi and ivon follows the curvature (rank correlation below -0.1)", spread_follows),
     ("the first loss is within a factor of 3 of plain's", first_loss),
-    ("last layer: NLL at most plain + temperature's", pair(RECOMMENDED, BAR)),
+    ("last layer: the NLL is at most that of plain + temperature", pair(RECOMMENDED, BAR)),
     ("last layer with a temperature: the same", pair(TEMPERED, BAR)),
     (
         "last layer: OOD AUROC by mutual information at least plain's by entropy",
@@ -268,11 +232,14 @@ CLAIMS = (
         pair(RECOMMENDED, PLAIN, "ood_entropy", margin=0.03, higher=True),
     ),
     ("last layer: a prediction costs at most 1.05 of plain's, the fit at most 10 % of training", last_layer_cost),
-    ("mix of 5 last layers: NLL at most ensemble of 5 + temperature's", pair(MIXTURE, ENSEMBLE)),
+    ("mix of 5 last layers: the NLL is at most that of ensemble of 5 + temperature", pair(MIXTURE, ENSEMBLE)),
     (
         "mix of 5 last layers: OOD AUROC by entropy at least the ensemble's",
         pair(MIXTURE, ("ensemble5", "samples"), "ood_entropy", higher=True),
     ),
-    ("swag: samples' NLL at most its mean's", pair(("swag", "samples"), ("swag", "mean"))),
-    ("ivon: samples' NLL at most that of its mean without spread", pair(("ivon", "samples"), ("ivon_point", "mean"))),
+    ("swag: the NLL of samples is at most that of the mean", pair(("swag", "samples"), ("swag", "mean"))),
+    (
+        "ivon: the NLL of samples is at most that of training without spread",
+        pair(("ivon", "samples"), ("ivon_point", "mean")),
+    ),
 )

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from . import claims, files, grid, pictures
+from . import claims, files, grid, pictures, summary
 from .rows import METHODS, ROWS, SAMPLES, TUNABLE, WORDS
 from .tables import BAR, Table
 from .texts import TASKS
@@ -18,15 +18,29 @@ HEAD = (
 
 def page(results):
     """Return the page."""
-    tables = {name: table_of_task(name, results[name]) for name in TASKS if name in results and BAR[0] in results[name]}
+    tables = tables_of(results)
     if not tables:
         return f"{TEXT}\nNo runs yet.\n"
-    lines = [TEXT, *claims.summary(tables), "", *claims.checks(tables), "", METHOD]
+    lines = [TEXT, *summary.sentences(tables), "## What holds, and what does not", "", claims.failures(tables), ""]
+    lines += [*folded("Every claim, task by task", claims.checks(tables)), "", METHOD, "## Task by task", ""]
     for name, table in tables.items():
-        lines += [f"## {name}", "", f"{TASKS[name].about[0].upper()}{TASKS[name].about[1:]}.", ""]
-        lines += [*table_of(table), "", f"![NLL against cost, and error against coverage](results/evidence/{name}.svg)"]
-        lines += ["", *notes(name, table), ""]
+        lines += [f"### {name}", "", f"{TASKS[name].about[0].upper()}{TASKS[name].about[1:]}.", ""]
+        lines += [
+            *claims.of_task(table),
+            f"![NLL against cost, and error against coverage](results/evidence/{name}.svg)",
+        ]
+        lines += ["", *folded(f"All rows of {name}", [*table_of(table), "", *notes(name, table)]), ""]
     return "\n".join([*lines, END])
+
+
+def folded(title, lines):
+    """Return lines that a reader unfolds."""
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "", "</details>"]
+
+
+def tables_of(results):
+    """Return the tables of all tasks whose baseline was run."""
+    return {name: table_of_task(name, results[name]) for name in TASKS if name in results and BAR[0] in results[name]}
 
 
 def table_of_task(name, rows):
@@ -129,8 +143,10 @@ def notes(name, table):
 
 TEXT = """# Evidence
 
-Every method at its defaults (`bayesify(model, method)`, nothing chosen) beside what it must beat: a plain network with
-temperature scaling, and an ensemble of five. Written by `python -m examples.evidence` from `docs/results/evidence`.
+Does it pay? Every method at its defaults, beside what it must beat: a plain network with temperature scaling, and an
+ensemble of five. NLL is the negative log-likelihood of test labels: lower is better, and both errors and wrong
+confidence raise it. AUROC is the probability that an unfamiliar input gets a higher score than a familiar one: 0.5 is
+chance.
 """
 
 METHOD = f"""## How it was measured
@@ -168,10 +184,23 @@ and prediction are processor time over the plain network's, on one thread, memor
 
 END = """## How to read it
 
+Written by `python -m examples.evidence` from `docs/results/evidence`. One seed of one row is run anew by
+`python -m examples.evidence --tasks digits --rows vi --seeds 0 --rerun`; the digits come with scikit-learn, the other
+data is read from the folder that `BAYESIFY_DATA` names.
+
 Splits of the photos are random, so the validation photos of one seed may be test photos of another; all other test data
 is apart from everything that a setting was chosen on. On the digits the network is so small (7,500 weights) that the
 time of a prediction is that of its bookkeeping. The standard errors are over seeds: other training data, another start,
 another order, but (except for the photos) the same test data.
+
+```{toctree}
+:hidden:
+
+Exactness <exactness>
+Benchmarks <benchmarks>
+Reproduction of a paper <reproduction>
+The zoo <zoo>
+```
 """
 
 
@@ -181,4 +210,6 @@ def write():
     for name, rows in results.items():
         if BAR[0] in rows:
             pictures.draw(files.RESULTS / f"{name}.svg", table_of_task(name, rows), words)
+    if tables := tables_of(results):
+        summary.draw(files.RESULTS / summary.PICTURE, tables)
     PAGE.write_text(page(results))
