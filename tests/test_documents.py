@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 import bayesify
 
@@ -54,7 +55,7 @@ def test_every_package_is_listed():
     for name, folder in folders.items():
         for init in folder.rglob("__init__.py"):
             found.add(".".join([name, *init.parent.relative_to(folder).parts]))
-    assert found == set(settings["tool"]["setuptools"]["packages"])
+    assert found == set(find_packages(str(ROOT), include=settings["tool"]["setuptools"]["packages"]["find"]["include"]))
     assert settings["project"]["version"] == bayesify.__version__
     core = {re.split(r"[<>=]", d)[0] for d in settings["project"]["dependencies"]}
     assert core == {"torch", "numpy", "numba", "safetensors", "tqdm"}

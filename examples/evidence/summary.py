@@ -91,10 +91,11 @@ def sentences(tables):
         )
     if rows := [row for row in ONE_MODEL if row in found]:
         by = [sorted(rows, key=lambda row, i=i: found[row][i].mean) for i in (0, 1)]
+        best, worst = zip(*((row[0], row[-1]) for row in by), strict=True)
         lines.append(
-            f"2. **One training**: of six methods, {words(by[0][0])} {moved(found[by[0][0]][0])} with nothing held "
-            f"out, and {words(by[0][-1])} {moved(found[by[0][-1]][0])}; with a temperature on both sides {words(by[1][0])} "
-            f"{moved(found[by[1][0]][1])}, and {words(by[1][-1])} {moved(found[by[1][-1]][1])}."
+            f"2. **One training**: of six methods, {words(best[0])} {moved(found[best[0]][0])} with nothing held out, "
+            f"and {words(worst[0])} {moved(found[worst[0]][0])}; with a temperature on both sides {words(best[1])} "
+            f"{moved(found[best[1]][1])}, and {words(worst[1])} {moved(found[worst[1]][1])}."
         )
     if several := [row for row in ("ensemble5", "mix5_la_last_kron", "two_budgets", "one_budget") if row in found]:
         cells = "; ".join(f"{WORDS[row]} {moved(found[row][1])}" for row in several)
