@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import bayesify
-from bayesify.prediction.predictive import Predictive
-from bayesify.prediction.probabilities import MultilabelPredictive
+from bayesify.prediction.predictive import MultilabelPredictive, Predictive
 from bayesify.prediction.regression import RegressionPredictive
 
 HERE = Path(__file__).parent

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import active, bayesify, fit_laplace, metrics, predict
-from bayesify.prediction.predictive import ClassificationTally, Predictive
-from bayesify.prediction.probabilities import MultilabelPredictive
+from bayesify.prediction.predictive import ClassificationTally, MultilabelPredictive, Predictive
 from bayesify.prediction.regression import RegressionPredictive
 from bayesify.quality import conformal
 from bayesify.quality import conformal as deciding

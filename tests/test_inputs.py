@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import active, bayesify, mix, predict
-from bayesify.prediction.targets import IGNORED
+from bayesify.prediction.batches import IGNORED
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 

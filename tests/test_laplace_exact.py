@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from bayesify import bayesify, fit_laplace, named_posteriors, predict
-from bayesify.prediction import targets as roots
+from bayesify.prediction import likelihoods as roots
 
 # -- the linear-Gaussian model -------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch.distributions import Bernoulli, Categorical, Normal
 
 from bayesify import bayesify, fit_laplace, load, named_posteriors, save
 from bayesify.prediction import likelihoods
-from bayesify.prediction import targets as roots
+from bayesify.prediction import likelihoods as roots
 from bayesify.prediction.likelihoods import (
     IGNORED,
     Classification,

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from bayesify import bayesify, fit_laplace, predict, samples
-from bayesify.prediction import run as predicting
+from bayesify.prediction import predict as predicting
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 

@@ -20,11 +20,10 @@ from bayesify.core.mixture import member_count
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import check_module, scopes_of
-from bayesify.prediction.batches import as_batches, own_places, rereadable
+from bayesify.prediction.batches import as_batches, own_places, rereadable, values_like
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
-from bayesify.prediction.targets import values_like
 from bayesify.quality.regression import fit_noise
 from bayesify.quality.temperature import TemperatureError, fit_temperature
 

@@ -20,11 +20,11 @@ from bayesify.core.mixture import Mixture, components, mixture_in
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import check_module, named_posteriors, scopes_of
 from bayesify.core.wrap import samples, unbayesify
+from bayesify.prediction.batches import classes_last, mean_and_log_var
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import check_share, novelty_of
+from bayesify.prediction.predict import Member, is_plain
 from bayesify.prediction.regression import noise_of
-from bayesify.prediction.run import Member, is_plain
-from bayesify.prediction.targets import classes_last, mean_and_log_var
 from bayesify.prediction.voices import LastLayerVoice, NoveltyVoice, PointVoice, entropy_of
 from bayesify.quality.regression import check_level, mixture_quantile
 

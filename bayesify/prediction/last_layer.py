@@ -13,8 +13,15 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_module, named_posteriors, scopes_of
 from bayesify.core.wrap import mean, prior
-from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
-from bayesify.prediction.targets import LabelPlaces
+from bayesify.prediction.batches import (
+    LabelPlaces,
+    as_batches,
+    call_model,
+    device_of,
+    logits_of,
+    split_batch,
+    to_device,
+)
 from bayesify.prediction.view import can_be_viewed, evaluation, view, views
 
 PROBED = 8  # examples by which a prior mean is seen to be a network

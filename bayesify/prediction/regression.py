@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.gaussian_noise import noise_in
+from bayesify.prediction.batches import mean_and_log_var, values_like
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import Judged
-from bayesify.prediction.probabilities import frame, in_full, join, join_labels, one_of, said, shown, stack_samples
-from bayesify.prediction.targets import mean_and_log_var, values_like
+from bayesify.prediction.predictive import frame, in_full, join, join_labels, one_of, said, shown, stack_samples
 from bayesify.quality import regression as gaussians
 from bayesify.quality.conformal import INTERVAL_KINDS, half_width, kind_of
 

@@ -13,7 +13,7 @@ from bayesify.prediction.batches import call_model, logits_of
 from bayesify.prediction.gaussian import GaussianLogits, Spread, normal_points
 from bayesify.prediction.last_layer import base_of, hidden, pooled, same_output
 from bayesify.prediction.novelty import Novelty
-from bayesify.prediction.run import is_plain
+from bayesify.prediction.predict import is_plain
 from bayesify.quality.distances import Reference
 
 

@@ -19,12 +19,12 @@ from bayesify.core.modes import MEAN, Draw, Mode, override
 from bayesify.core.prior import wide
 from bayesify.core.ranks import draw_seeds
 from bayesify.core.scopes import scopes_of
+from bayesify.prediction.batches import IGNORED
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.last_layer import Call, NotLastError, same_output, watching
 from bayesify.prediction.novelty import Watch
-from bayesify.prediction.probabilities import entropy_of
-from bayesify.prediction.run import MOST
-from bayesify.prediction.targets import IGNORED
+from bayesify.prediction.predict import MOST
+from bayesify.prediction.predictive import entropy_of
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each
 BIN_EDGES = (torch.arange(16, dtype=torch.float64) / 15).float().double()  # of `metrics.ece`, rounded as outputs are

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from bayesify.core.mixture import Mixture
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import scopes_of
-from bayesify.prediction.probabilities import entropy_of
+from bayesify.prediction.predictive import entropy_of
 
 from .evaluation import Average, PinnedSamples
 

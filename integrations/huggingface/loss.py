@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from bayesify.core.mixture import Mixture
 from bayesify.core.penalty import penalty
 from bayesify.core.wrap import mean
-from bayesify.prediction.targets import IGNORED
+from bayesify.prediction.batches import IGNORED
 
 LABELS, SHIFTED = "labels", "shift_labels"
 EQUAL = 1e-6  # relative difference of two losses that are the same

@@ -14,7 +14,7 @@ from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import scopes_of
 from bayesify.prediction.novelty import Watch
 from bayesify.prediction.predict import predict
-from bayesify.prediction.probabilities import entropy_of
+from bayesify.prediction.predictive import entropy_of
 
 from .evaluation import Average, PinnedSamples, default_samples
 from .hub import from_pretrained

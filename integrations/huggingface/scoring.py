@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesify.core.ranks import is_whole
-from bayesify.prediction.probabilities import entropy_of
+from bayesify.prediction.predictive import entropy_of
 
 from .evaluation import PinnedSamples, default_samples
 from .generation import evaluating

@@ -15,9 +15,16 @@ from bayesify.methods.laplace.curvature import Curvature
 from bayesify.methods.laplace.evidence import Fitted
 from bayesify.methods.laplace.kron import Kron
 from bayesify.methods.laplace.method import Laplace, LaplacePosterior
-from bayesify.prediction.batches import as_batches, call_model, device_of, logits_of, split_batch, to_device
+from bayesify.prediction.batches import (
+    LabelPlaces,
+    as_batches,
+    call_model,
+    device_of,
+    logits_of,
+    split_batch,
+    to_device,
+)
 from bayesify.prediction.likelihoods import Given, Likelihood, Regression, found_likelihood
-from bayesify.prediction.targets import LabelPlaces
 from bayesify.prediction.view import evaluation
 from bayesify.quality.regression import Residuals
 

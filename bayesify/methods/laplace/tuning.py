@@ -31,7 +31,7 @@ from bayesify.prediction.batches import as_batches, is_one_batch, split_batch
 from bayesify.prediction.last_layer import NotLastError, passed
 from bayesify.prediction.likelihoods import Classification, Given, Likelihood, Regression
 from bayesify.prediction.predict import predict
-from bayesify.prediction.probabilities import join_labels
+from bayesify.prediction.predictive import join_labels
 from bayesify.prediction.view import evaluation
 
 logger = logging.getLogger("bayesify")

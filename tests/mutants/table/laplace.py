@@ -203,7 +203,7 @@ MUTANTS = [
         ("signs are not averaged", "scale * signs / DRAWS**0.5", "scale * signs", "roots_square"),
     ),
     *of(
-        "prediction/targets.py",
+        "prediction/likelihoods.py",
         "test_laplace_failures.py",
         ("a loss that is not convex passes", "values < -1e-4 *", "values < -1e4 *", "convex"),
     ),

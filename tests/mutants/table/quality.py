@@ -154,7 +154,7 @@ MUTANTS = [
         ("lists are shared", "not in CONTAINERS", "not in ()", "attributes_of_its_own or lists"),
     ),
     *of(
-        "prediction/probabilities.py",
+        "prediction/predictive.py",
         "test_prediction.py",
         ("entropies are not averaged", "for b in order]) / count,", "for b in order]),", "adds_up"),
         ("the largest for the average", "torch.logaddexp(self.log_sums", "torch.maximum(self.log_sums", "average_is"),
