@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from bayesify import IVON, bayesify, load, named_posteriors, param_groups, penalty, predict, save
 from bayesify.methods.ivon import WARM
-from bayesify.methods.natural import MEMORY
+from bayesify.methods.vi import MEMORY
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randint(3, (40,), generator=torch.Generator().manual_seed(1))

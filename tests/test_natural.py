@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from bayesify import bayesify, mean, named_posteriors, param_groups, penalty, sample
 from bayesify.core.prior import RATE, TOLERANCE, step_size
 from bayesify.core.ranks import draw_seeds
-from bayesify.methods import natural
-from bayesify.methods.natural import LARGEST, MEMORY
+from bayesify.methods import vi
+from bayesify.methods.vi import LARGEST, MEMORY
 
 X, Y = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(20) % 4
 
@@ -85,7 +85,7 @@ def test_the_penalty_may_be_added_to_the_loss_or_on_its_own(monkeypatch):
     found = []
     for apart in (False, True):
         model, _ = trained()
-        monkeypatch.setattr(natural, "MEMORY", 0.0)
+        monkeypatch.setattr(vi, "MEMORY", 0.0)
         grads(model, seed=6, apart=apart)
         found.append(grads(model, seed=7, apart=apart))
         monkeypatch.undo()

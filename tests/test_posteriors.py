@@ -31,7 +31,7 @@ def test_pullback_is_what_autograd_says(method: str, options: dict, dtype: torch
     grad, coef = torch.randn(4, 3).to(dtype), 0.3
     pairs = [(lambda: q.pullback(param, 1, grad), autograd_pullback(q, param, 1, grad, create_graph=False))]
     for pull in (0.0, 0.2):
-        wanted = Posterior.energy_pull(q, param, coef, 0.0 if method == "vanilla" else pull)
+        wanted = Posterior.energy_pull(q, param, coef, pull)
         pairs.append((lambda pull=pull: q.energy_pull(param, coef, pull), wanted))
     for find, wanted in pairs:
         with torch.no_grad():

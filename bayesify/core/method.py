@@ -7,7 +7,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -101,7 +101,7 @@ class Method(metaclass=Options):
         if not isinstance(self.same_draw, bool):
             raise ValueError(f"same_draw must be True or False, got {self.same_draw!r}")
 
-    def settled(self, *, relative: bool, weights: int) -> "Method":
+    def settled(self, *, relative: bool, weights: int) -> Self:
         """Return the options with those filled in that depend on the model: `bayesify` asks before it wraps.
 
         Args:
@@ -113,6 +113,10 @@ class Method(metaclass=Options):
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, which starts at its current value."""
         raise NotImplementedError
+
+    def flat(self, prior: Prior) -> bool:
+        """Return whether a parameter is a bias that is left out of the penalty."""
+        return prior.is_bias and self.bias in ("uninformative", "ignore")
 
     def scale(self, num_data: float) -> float:
         """Return the factor between the posteriors' energies and the penalty on a mean loss."""
@@ -194,7 +198,7 @@ class Tempered(Method):
         if self.weights is not None and (not isinstance(self.weights, int) or self.weights < 1):
             raise ValueError(f"weights must be a positive integer or None, got {self.weights!r}; bayesify counts them")
 
-    def settled(self, *, relative: bool, weights: int) -> "Tempered":
+    def settled(self, *, relative: bool, weights: int) -> Self:
         """Temper by the number of weights where the prior is relative; else the factor is 1."""
         if getattr(self, self.tempers) is not None:
             return self

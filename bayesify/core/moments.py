@@ -34,7 +34,28 @@ class NotReadyError(ValueError, RuntimeError):
     """A posterior that cannot be sampled yet."""
 
 
-class MomentsPosterior(Posterior):
+class QuadraticPosterior(Posterior):
+    """A posterior whose penalty is precision/2 |m - theta0|^2, and whose sample has the gradient of the parameter."""
+
+    @property
+    def precision(self) -> float:
+        """1/sigma^2, the curvature of the energy."""
+        return 1 / self.prior_sig / self.prior_sig
+
+    def terms(self, mean: Tensor, scale: float) -> Energy:
+        """Return precision/2 |m - theta0|^2."""
+        return quadratic_terms(mean, self, self.precision, scale)
+
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient at theta, as it is."""
+        return (grad,)
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return (coef precision + pull/sigma^2) (m - theta0)."""
+        return (quadratic_pull(mean, self, coef * self.precision + pull / self.prior_sig / self.prior_sig),)
+
+
+class MomentsPosterior(QuadraticPosterior):
     """theta = mean + std * eps with eps ~ N(0, 1), once there are moments.
 
     A subclass names its tensors in `moments` and gives `own_std`, `mean_theta` and what is missing before they exist.
@@ -65,23 +86,6 @@ class MomentsPosterior(Posterior):
     def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return center + std * eps; its gradient passes to the parameter as it is."""
         return gaussian, (self.mean_theta(mean), self.own_std)
-
-    @property
-    def precision(self) -> float:
-        """1/sigma^2, the curvature of the energy."""
-        return 1 / self.prior_sig / self.prior_sig
-
-    def terms(self, mean: Tensor, scale: float) -> Energy:
-        """Return 1/(2 sigma^2) |theta - theta0|^2."""
-        return quadratic_terms(mean, self, self.precision, scale)
-
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient at theta, as it is."""
-        return (grad,)
-
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
-        """Return (coef + pull)/sigma^2 (theta - theta0)."""
-        return (quadratic_pull(mean, self, (coef + pull) * self.precision),)
 
     def stored(self) -> dict[str, Tensor]:
         """Return the kept tensors for a state dict; of a sharded model, room for moments to come as well.

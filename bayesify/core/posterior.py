@@ -74,7 +74,7 @@ class Posterior(Stored):
     """Whether a subclass gives `pullback`, and does not leave it to autograd."""
 
     natural: bool = False
-    """Whether the spread takes natural steps (`bayesify.methods.natural`)."""
+    """Whether the spread takes natural steps (`bayesify.methods.vi`)."""
     observed: Tensor | None
     """For natural steps, the running means of two sums that backward passes saw."""
     step: "Step | None" = None
@@ -96,8 +96,11 @@ class Posterior(Stored):
         super().__init_subclass__(**kwargs)
         cls.pulls_by_hand = cls.pullback is not Posterior.pullback
 
-    def __init__(self, param: Tensor, prior: Prior, *, flat: bool = False, fixed_row: int | None = None) -> None:
+    def __init__(
+        self, param: Tensor, prior: Prior, *, flat: bool = False, fixed_row: int | None = None, **options: Any
+    ) -> None:
         super().__init__()
+        vars(self).update(options)  # attributes that a subclass declares
         self.prior_sig = prior.sig
         self.is_bias = prior.is_bias
         self.relative = prior.relative

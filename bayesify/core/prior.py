@@ -78,6 +78,11 @@ class Prior:
     is_bias: bool = False
     relative: bool = False
 
+    @property
+    def init_sig(self) -> float:
+        """Where a spread starts that is trained."""
+        return START * self.sig if self.relative else min(1e-3, self.sig / 10)
+
 
 Factor = float | Tensor
 

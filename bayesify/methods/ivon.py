@@ -17,15 +17,15 @@ from bayesify.core.method import Tempered
 from bayesify.core.modes import Draw
 from bayesify.core.penalty import pull_of
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import LEAST_CHANGE, START, Energy, Factor, Part, Prior, host, scaled, squares, state_dtype
+from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, host, scaled, squares, state_dtype
 from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_num_data
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
 from bayesify.engine.writing import Formula
-from bayesify.methods.natural import MEMORY
 from bayesify.methods.optimizers import MethodOptimizer, apart, posteriors_for
+from bayesify.methods.vi import MEMORY
 
 WARM = 10  # steps before the curvature moves, over which lr grows
 
@@ -58,8 +58,7 @@ class IVON(Tempered):
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
-        start = START * prior.sig if prior.relative else min(1e-3, prior.sig / 10)
-        return IVONPosterior(param, prior, fixed_row=fixed_row, init_sig=self.init_sig or start)
+        return IVONPosterior(param, prior, fixed_row=fixed_row, init_sig=self.init_sig or prior.init_sig)
 
 
 class IVONPosterior(Posterior):
@@ -227,7 +226,7 @@ class IVONOptimizer(MethodOptimizer):
     The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. This
     needs thousands of steps: h^ is mostly noise, which only a small 1-b2 averages out. With b2 = None, for runs of any
     length, the curvature's profile comes from squared gradients, its scale r from the sum over all weights
-    (`bayesify.methods.natural`), and m moves as by SGD:
+    (`bayesify.methods.vi`), and m moves as by SGD:
 
     h <- h + 0.05 (r g^^2 - h),  r = (running mean of sum g^ eps s) / (running mean of sum (g^ s)^2);
     m <- m - lr (g/(1-b1^t) + (delta + p) (m - theta0)).

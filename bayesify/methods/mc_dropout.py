@@ -9,8 +9,9 @@ from torch import Tensor
 
 from bayesify.core.distributed import part_of
 from bayesify.core.method import Tempered
+from bayesify.core.moments import QuadraticPosterior
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import Energy, Factor, Prior, quadratic_pull, quadratic_terms
+from bayesify.core.prior import Prior
 from bayesify.engine.dispatch import run
 from bayesify.engine.noise import Stream
 from bayesify.engine.writing import Formula
@@ -27,7 +28,7 @@ class MCDropout(Tempered):
         kld: Factor of the penalty. None is 1, or by the number of weights where `prior_sig` is None.
         bias: "spikymix" treats biases as the weights; "gaussian" gives them p = 0 (no dropout, the penalty without its
             factor 1 - p); "ignore" takes neither dropout nor penalty.
-        mean: What mean mode is: "kept" is m, "expected" is (1-p) m + p theta0.
+        mean: What mean mode reads: "kept" is m, "expected" is (1-p) m + p theta0.
         nst: Samples at prediction.
     """
 
@@ -52,29 +53,22 @@ class MCDropout(Tempered):
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the two-spike posterior of one parameter."""
         dropped = not prior.is_bias or self.bias == "spikymix"
-        return DropoutPosterior(
-            param,
-            prior,
-            flat=prior.is_bias and self.bias == "ignore",
-            fixed_row=fixed_row,
-            p_drop=self.p_drop if dropped else 0.0,
-            expected=self.mean == "expected",
-        )
+        p_drop = self.p_drop if dropped else 0.0
+        options = {"p_drop": p_drop, "expected": self.mean == "expected", "random": p_drop > 0}
+        return DropoutPosterior(param, prior, flat=self.flat(prior), fixed_row=fixed_row, **options)
 
 
-class DropoutPosterior(Posterior):
+class DropoutPosterior(QuadraticPosterior):
     """theta = z m + (1-z) theta0 with z ~ Bernoulli(1-p), element by element."""
 
-    settings = (*Posterior.settings, "p_drop", "expected")
+    settings = (*QuadraticPosterior.settings, "p_drop", "expected")
     neutral_noise = 1.0
+    expected: bool
 
-    def __init__(
-        self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, p_drop: float, expected: bool
-    ) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.p_drop = p_drop
-        self.expected = expected
-        self.random = p_drop > 0
+    @property
+    def precision(self) -> float:
+        """(1-p)/sigma^2, the curvature of the energy."""
+        return (1 - self.p_drop) / self.prior_sig / self.prior_sig
 
     @property
     def own_std(self) -> Tensor:
@@ -111,15 +105,6 @@ class DropoutPosterior(Posterior):
         """Return z m + (1-z) theta0."""
         return choice, (mean, self.center)
 
-    @property
-    def precision(self) -> float:
-        """(1-p)/sigma^2, the curvature of the energy."""
-        return (1 - self.p_drop) / self.prior_sig / self.prior_sig
-
-    def terms(self, mean: Tensor, scale: float) -> Energy:
-        """Return (1-p)/(2 sigma^2) |m - theta0|^2."""
-        return quadratic_terms(mean, self, self.precision, scale)
-
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return grad * z."""
         if not self.random:
@@ -129,10 +114,6 @@ class DropoutPosterior(Posterior):
         if self.fixed_row is not None:
             out[self.fixed_row] = grad[self.fixed_row]
         return (out,)
-
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
-        """Return (coef (1-p) + pull)/sigma^2 (m - theta0)."""
-        return (quadratic_pull(mean, self, coef * self.precision + pull / self.prior_sig**2),)
 
 
 def choice(keep: Any, m: Any, m0: Any) -> Any:

@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from bayesify.core.method import Method
+from bayesify.core.moments import QuadraticPosterior
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import Energy, Factor, Prior, quadratic_pull, quadratic_terms
+from bayesify.core.prior import Prior
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +17,8 @@ class Vanilla(Method):
 
     Attributes:
         wd: Weight decay towards the prior mean: the penalty is `wd/2 |theta - theta0|^2`, whatever `prior_sig` and the
-            data's size.
-        bias: "penalty" treats biases as the weights, "ignore" leaves them free.
+            number of data.
+        bias: "penalty" treats biases as the weights, "ignore" leaves them out of the penalty.
         nst: 0: there is nothing to sample.
     """
 
@@ -34,7 +35,7 @@ class Vanilla(Method):
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the point posterior of one parameter."""
-        flat = (prior.is_bias and self.bias == "ignore") or self.wd == 0
+        flat = self.flat(prior) or self.wd == 0
         return VanillaPosterior(param, prior, flat=flat, fixed_row=fixed_row, wd=self.wd)
 
     def scale(self, num_data: float) -> float:
@@ -42,29 +43,19 @@ class Vanilla(Method):
         return 1.0
 
 
-class VanillaPosterior(Posterior):
+class VanillaPosterior(QuadraticPosterior):
     """A point: every sample is the parameter itself."""
 
-    settings = (*Posterior.settings, "wd")
+    settings = (*QuadraticPosterior.settings, "wd")
     stochastic = False
     random = False
+    wd: float
 
-    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, wd: float) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.wd = wd
+    @property
+    def precision(self) -> float:
+        """The weight decay, wd/2 |theta - theta0|^2."""
+        return self.wd
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return the parameter."""
         return mean
-
-    def terms(self, mean: Tensor, scale: float) -> Energy:
-        """Return wd/2 |theta - theta0|^2."""
-        return quadratic_terms(mean, self, self.wd, scale)
-
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient at theta, as it is."""
-        return (grad,)
-
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
-        """Return coef * wd (theta - theta0)."""
-        return (quadratic_pull(mean, self, coef * self.wd),)

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,38 +13,220 @@ from torch.nn import functional as F
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import LEAST_CHANGE, START, Energy, Factor, Part, Prior, scaled, squares, state_dtype
+from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, scaled, squares, state_dtype
 from bayesify.engine.dispatch import run
 from bayesify.engine.writing import Formula
-from bayesify.methods.natural import LARGEST, pull_spread
 
 CLAMP_MIN = 1e-8
+MEMORY = 0.05  # weight of a backward pass in the running means of natural steps
+LARGEST = 6.0  # bound of h s^2/kappa in a natural step; its smallest value is 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class VI(Tempered):
+    """Options of "vi".
+
+    Attributes:
+        link: How the free parameter rho becomes s > 0: "softplus", "exp", or "clamp" (max(rho, 1e-8), whose
+            gradient passes through).
+        init_sig: Where s starts; None is min(1e-3, prior_sig/10), or 0.3 % of the prior's scale where `prior_sig` is
+            None.
+        kld: Factor of the KL term. None is 1, or by the number of weights where `prior_sig` is None.
+        natural: Whether s follows the curvature by natural steps, which a short training needs, instead of its plain
+            gradient. None: where `prior_sig` is None, and the link is not "clamp".
+        bias: "informative" treats biases as the weights; "uninformative" drops their KL term.
+        nst: Samples at prediction.
+    """
+
+    name: ClassVar[str] = "vi"
+    tempers: ClassVar[str] = "kld"
+    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
+
+    link: str = "softplus"
+    init_sig: float | None = None
+    natural: bool | None = None
+    kld: float | None = None
+    bias: str = "informative"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.link not in LINKS:
+            raise ValueError(f"link must be one of {list(LINKS)}, got {self.link!r}")
+        self.check_optional("init_sig", above=0)
+        self.check_optional("kld", least=0)
+        if self.natural and self.link == "clamp":
+            raise ValueError(
+                "natural steps change s by a factor, which the link 'clamp' cannot; use 'exp' or 'softplus'"
+            )
+
+    def settled(self, *, relative: bool, weights: int) -> Self:
+        """Temper by the number of weights and take natural steps where the prior is relative."""
+        natural = relative and self.link != "clamp" if self.natural is None else self.natural
+        return replace(super().settled(relative=relative, weights=weights), natural=natural)
+
+    def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
+        """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
+        init_sig = self.init_sig or prior.init_sig
+        _warn_if_rounded_away(param, init_sig)
+        options = {"link": self.link, "init_sig": init_sig, "natural": bool(self.natural)}
+        return VIPosterior(param, prior, flat=self.flat(prior), fixed_row=fixed_row, **options)
+
+
+def _warn_if_rounded_away(param: Tensor, init_sig: float) -> None:
+    """Warn where most elements are so large that adding s * eps rounds back to them."""
+    limit = 4 * init_sig / torch.finfo(param.dtype).eps  # eps is the spacing of the numbers between 1 and 2
+    values = param.detach()
+    # The extremes are quick to find, and seldom beyond the limit.
+    if not values.numel() or torch.stack(torch.aminmax(values)).abs().max() <= limit:
+        return
+    if torch.count_nonzero(values.abs() > limit) > values.numel() / 2:
+        warnings.warn(
+            f"s = {init_sig:g} is under a quarter of the rounding step of {param.dtype} weights, so most samples equal "
+            "the mean; keep the weights in float32 (torch.autocast may compute in less), or raise init_sig",
+            stacklevel=4,
+        )
+
+
+class VIPosterior(Posterior):
+    """theta = m + eps * s with s = g(rho) and eps ~ N(0, 1).
+
+    With `natural`, rho takes natural steps. In log s the natural gradient of loss + kappa KL is
+
+        h s^2/kappa + s^2/sigma^2 - 1,
+
+    where h is the curvature of the mean loss: a step of SGD changes s by a factor, on a time scale that depends on
+    neither the data nor the model. h s^2 is the mean of g eps s, but for W weights and T steps of B items the signal is
+    only sqrt(h s^2 B T) of the noise, and h s^2 is 1/W or less. Squared gradients have no such noise, and no known
+    scale. So the profile of h comes from the squares, and its scale r from sums over all weights:
+
+        h s^2 ~ r (g s)^2,   r = (running mean of sum g eps s) / (running mean of sum (g eps s)^2).
+
+    Both parts are added to rho's gradient in backward passes, s^2/sigma^2 - 1 with the penalty's and h s^2/kappa with
+    the sample's, so that accumulation and a GradScaler do to them what they do to gradients. `step_size` makes them so
+    small that clipping the norm of all gradients leaves the mean's as they are; `param_groups` divides the learning
+    rate by it. The tensor `observed` has the two running means of this posterior.
+    """
+
+    gaussian = True
+    settings = (*Posterior.settings, "link")
+    drawn_with = ()
+    link: str
+    init_sig: float
+
+    def __init__(self, param: Tensor, prior: Prior, **options: Any) -> None:
+        super().__init__(param, prior, **options)
+        rho = LINKS[self.link].inverse(self.init_sig)
+        self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
+        if self.natural:
+            self.register_buffer("observed", torch.zeros(2, dtype=self.rho.dtype, device=self.rho.device))
+
+    @property
+    def own_std(self) -> Tensor:
+        """The posterior's s = g(rho)."""
+        std: Tensor = LINKS[self.link].std(self.rho.detach())
+        return std
+
+    @property
+    def precision(self) -> float:
+        """1/sigma^2."""
+        return 1 / self.prior_sig / self.prior_sig
+
+    @property
+    def untrained(self) -> str:
+        """Whether s is where it started, and what moves it."""
+        if not self.rho.numel():
+            return ""
+        low, high = (float(s) for s in LINKS[self.link].std(torch.stack(torch.aminmax(part(self.rho)))))
+        if self.init_sig * (1 - LEAST_CHANGE) < low and high < self.init_sig * (1 + LEAST_CHANGE):
+            return "s is what it was at first; train with an optimizer of bayesify.param_groups(model, lr)"
+        return ""
+
+    def learnable(self) -> tuple[nn.Parameter, ...]:
+        """Return rho."""
+        return (self.rho,)
+
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
+        """Return m + eps * g(rho)."""
+        return LINKS[self.link].draw, (mean, self.rho)
+
+    def terms(self, mean: Tensor, scale: float) -> Energy:
+        """Return KL(N(m, s^2) || N(theta0, sigma^2)).
+
+        sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
+        """
+        link, count, inverse = LINKS[self.link], self.rho.numel(), 1 / self.prior_sig
+        inputs = (*scaled((mean, self.rho, self.center), inverse), inverse)
+        parts = [Part(link.terms, inputs, (scale / 2, scale / 2, -scale))]
+        if self.fixed_row is not None:
+            row = self.rho[self.fixed_row]
+            count -= row.numel()
+            parts.append(Part(link.spread, (*scaled((row,), inverse), inverse), (-scale / 2, scale)))
+        return Energy(tuple(parts), scale * count * (math.log(self.prior_sig) - 0.5), self.prior_sig)
+
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for m, which is grad, and rho: grad * eps * ds/drho, or a natural step."""
+        out = torch.empty_like(self.rho, requires_grad=False)
+        if self.natural and self.step is not None:
+            self._natural_step(seed, grad, out)
+        else:
+            run(LINKS[self.link].pull, self.stream(seed), (grad, self.rho.detach()), (out,))
+        if self.fixed_row is not None:
+            out[self.fixed_row] = 0
+        return grad, out
+
+    def _natural_step(self, seed: int, grad: Tensor, out: Tensor) -> None:
+        """Write h s^2/kappa times the step size, in units of rho, and add g eps s to the running means if finite."""
+        step, before = self.step, self.observed
+        assert step is not None
+        assert before is not None
+        inverse = 1 / step.grad if isinstance(step.grad, Tensor) or step.grad else 0.0  # times 0 asks for no step
+        factor = step.ratio * inverse * inverse / step.kappa if step.kappa else 0.0
+        inputs = (grad, self.rho.detach(), factor, step.size * step.grad)
+        seen = self.with_noise(LINKS[self.link].natural, seed, inputs, (out,))
+        assert seen is not None
+        sums = torch.stack([seen[0] * inverse, seen[1] * (inverse * inverse)]).to(before)
+        before.copy_(torch.where(sums.isfinite().all(), torch.lerp(before, sums, MEMORY), before))
+
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+        """Return the gradients for m, (coef + pull) (m - theta0)/sigma^2, and rho, coef (s/sigma^2 - 1/s) ds/drho.
+
+        With natural steps the latter is multiplied by size/kappa (d rho/d log s)^2.
+        """
+        if self.flat:
+            return None, None
+        link = LINKS[self.link]
+        scale = coef if self.step is None else self.step.size * coef / self.step.kappa if self.step.kappa else 0.0
+        factors = (coef + pull) * self.precision, scale * self.precision, scale
+        outs = tuple(torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
+        inputs = scaled((mean.detach(), self.rho.detach(), self.center), *factors)
+        run(link.natural_energy if self.natural else link.energy, None, (*inputs, *factors), outs)
+        if self.fixed_row is not None:
+            outs[1][self.fixed_row] = 0
+        return outs
+
+    def check_tensor(self, name: str, tensor: Tensor) -> None:
+        """Raise unless one tensor of a stored state fits; the running means are two numbers."""
+        if name != "observed":
+            super().check_tensor(name, tensor)
+        elif tensor.shape != (2,) or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} is not two finite numbers")
+
+
+# -- links and their formulas ------------------------------------------------------------------------------------------
 
 
 class Link(NamedTuple):
-    """A positive link s = g(rho), and the formulas of it.
+    """A positive link s = g(rho), and the formulas of it."""
 
-    Attributes:
-        std: g.
-        inverse: The rho of an s.
-        draw: m + eps s.
-        pull: The gradient g eps g'(rho) of rho.
-        natural: The natural step of a sample, with the sums of g eps s and its square.
-        energy: The gradients of the KL term.
-        natural_energy: The same with the natural step of rho.
-        terms: The sums of the KL term.
-        spread: Those of them without m.
-    """
-
-    std: Callable[[Any], Any]
-    inverse: Callable[[float], float]
+    std: Callable[[Any], Any]  # g
+    inverse: Callable[[float], float]  # the rho of an s
     draw: Formula
-    pull: Formula
-    natural: Formula
-    energy: Formula
-    natural_energy: Formula
-    terms: Formula
-    spread: Formula
+    pull: Formula  # the gradient of rho
+    natural: Formula  # the natural step of a sample, with the sums of g eps s and its square
+    energy: Formula  # the gradients of the KL term
+    natural_energy: Formula  # the same with the natural step of rho
+    terms: Formula  # the sums of the KL term
+    spread: Formula  # those of them without m
 
 
 def _link(
@@ -102,178 +284,3 @@ LINKS = {
     "exp": _link(torch.exp, lambda rho, s: s, lambda rho, s: rho, math.log),
     "clamp": _link(_clamp, lambda rho, s: 1.0, _log, lambda s: max(s, CLAMP_MIN)),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class VI(Tempered):
-    """Options of "vi".
-
-    Attributes:
-        link: How the free parameter rho becomes s > 0: "softplus", "exp", or "clamp" (max(rho, 1e-8), whose
-            gradient passes through).
-        init_sig: Where s starts; None is min(1e-3, prior_sig/10), or START (0.3 %) of the
-            prior's scale where `prior_sig` is None.
-        kld: Factor of the KL term. None is 1, or by the number of weights where `prior_sig` is None.
-        natural: Whether s follows the curvature by natural steps (`bayesify.methods.natural`), which a short training
-            needs, instead of its plain gradient. None: where `prior_sig` is None, and the link is not "clamp".
-        bias: "informative" treats biases as the weights; "uninformative" drops their KL term.
-        nst: Samples at prediction.
-    """
-
-    name: ClassVar[str] = "vi"
-    tempers: ClassVar[str] = "kld"
-    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
-
-    link: str = "softplus"
-    init_sig: float | None = None
-    natural: bool | None = None
-    kld: float | None = None
-    bias: str = "informative"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.link not in LINKS:
-            raise ValueError(f"link must be one of {list(LINKS)}, got {self.link!r}")
-        if self.init_sig is not None:
-            self.check("init_sig", above=0)
-        self.check_optional("kld", least=0)
-        if self.natural and self.link == "clamp":
-            raise ValueError(
-                "natural steps change s by a factor, which the link 'clamp' cannot; use 'exp' or 'softplus'"
-            )
-
-    def settled(self, *, relative: bool, weights: int) -> "VI":
-        """Temper by the number of weights and take natural steps where the prior is relative."""
-        settled = super().settled(relative=relative, weights=weights)
-        assert isinstance(settled, VI)
-        natural = relative and self.link != "clamp" if self.natural is None else self.natural
-        return replace(settled, natural=natural)
-
-    def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
-        """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
-        start = START * prior.sig if prior.relative else min(1e-3, prior.sig / 10)
-        init_sig = start if self.init_sig is None else self.init_sig
-        flat = prior.is_bias and self.bias == "uninformative"
-        _warn_if_drowned(param, init_sig)
-        posterior = VIPosterior(param, prior, flat=flat, fixed_row=fixed_row, link=self.link, init_sig=init_sig)
-        if self.natural:
-            posterior.take_natural_steps()
-        return posterior
-
-
-def _warn_if_drowned(param: Tensor, init_sig: float) -> None:
-    """Warn where most elements are so large that adding s * eps rounds back to them."""
-    limit = 4 * init_sig / torch.finfo(param.dtype).eps  # eps is the spacing of the numbers between 1 and 2
-    if not param.numel():
-        return
-    least, most = torch.aminmax(param.detach())
-    if max(-least, most) <= limit:
-        return
-    if torch.count_nonzero(param.detach().abs() > limit) > param.numel() / 2:
-        warnings.warn(
-            f"s = {init_sig:g} is under a quarter of the rounding step of {param.dtype} weights, so most samples equal "
-            "the mean; keep the weights in float32 (torch.autocast may compute in less), or raise init_sig",
-            stacklevel=4,
-        )
-
-
-class VIPosterior(Posterior):
-    """theta = m + eps * s with s = g(rho) and eps ~ N(0, 1)."""
-
-    gaussian = True
-    settings = (*Posterior.settings, "link")
-    drawn_with = ()
-
-    def __init__(
-        self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, link: str, init_sig: float
-    ) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.link, self.init_sig = link, init_sig
-        rho = LINKS[link].inverse(init_sig)
-        self.rho = nn.Parameter(torch.full_like(param, rho, dtype=state_dtype(param), requires_grad=True))
-
-    def take_natural_steps(self) -> None:
-        """Keep the running means that natural steps need."""
-        self.natural = True
-        self.register_buffer("observed", torch.zeros(2, dtype=self.rho.dtype, device=self.rho.device))
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless one tensor of a stored state fits; the running sums are two numbers."""
-        if name == "observed":
-            if tensor.shape != (2,) or not bool(tensor.isfinite().all()):
-                raise ValueError(f"{name} is not two finite numbers")
-        else:
-            super().check_tensor(name, tensor)
-
-    @property
-    def own_std(self) -> Tensor:
-        """The posterior's s = g(rho)."""
-        std: Tensor = LINKS[self.link].std(self.rho.detach())
-        return std
-
-    @property
-    def untrained(self) -> str:
-        """Whether s is where it started, and what moves it."""
-        if not self.rho.numel():
-            return ""
-        low, high = (float(s) for s in LINKS[self.link].std(torch.stack(torch.aminmax(part(self.rho)))))
-        if self.init_sig * (1 - LEAST_CHANGE) < low and high < self.init_sig * (1 + LEAST_CHANGE):
-            return "s is what it was at first; train with an optimizer of bayesify.param_groups(model, lr)"
-        return ""
-
-    def learnable(self) -> tuple[nn.Parameter, ...]:
-        """Return rho."""
-        return (self.rho,)
-
-    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
-        """Return m + eps * g(rho)."""
-        return LINKS[self.link].draw, (mean, self.rho)
-
-    def terms(self, mean: Tensor, scale: float) -> Energy:
-        """Return KL(N(m, s^2) || N(theta0, sigma^2)).
-
-        sum_i 1/2 (log(sigma^2/s_i^2) - 1 + s_i^2/sigma^2 + (m_i - theta0_i)^2/sigma^2). A fixed row has no s.
-        """
-        link, count, inverse = LINKS[self.link], self.rho.numel(), 1 / self.prior_sig
-        inputs = (*scaled((mean, self.rho, self.center), inverse), inverse)
-        parts = [Part(link.terms, inputs, (scale / 2, scale / 2, -scale))]
-        if self.fixed_row is not None:
-            row = self.rho[self.fixed_row]
-            count -= row.numel()
-            parts.append(Part(link.spread, (*scaled((row,), inverse), inverse), (-scale / 2, scale)))
-        return Energy(tuple(parts), scale * count * (math.log(self.prior_sig) - 0.5), self.prior_sig)
-
-    @property
-    def precision(self) -> float:
-        """1/sigma^2."""
-        return 1 / self.prior_sig / self.prior_sig
-
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients for m, which is grad, and rho: grad * eps * ds/drho, or a natural step."""
-        if (
-            self.natural
-            and (step := pull_spread(self, LINKS[self.link].natural, seed, grad, self.rho.detach())) is not None
-        ):
-            return grad, step
-        out = torch.empty_like(self.rho, requires_grad=False)
-        run(LINKS[self.link].pull, self.stream(seed), (grad, self.rho.detach()), (out,))
-        if self.fixed_row is not None:
-            out[self.fixed_row] = 0
-        return grad, out
-
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
-        """Return the gradients for m, (coef + pull) (m - theta0)/sigma^2, and rho, coef (s/sigma^2 - 1/s) ds/drho.
-
-        With natural steps the latter is multiplied by size/kappa (d rho/d log s)^2.
-        """
-        if self.flat:
-            return None, None
-        link = LINKS[self.link]
-        scale = coef if self.step is None else self.step.size * coef / self.step.kappa if self.step.kappa else 0.0
-        factors = (coef + pull) * self.precision, scale * self.precision, scale
-        outs = tuple(torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
-        inputs = scaled((mean.detach(), self.rho.detach(), self.center), *factors)
-        run(link.natural_energy if self.natural else link.energy, None, (*inputs, *factors), outs)
-        if self.fixed_row is not None:
-            outs[1][self.fixed_row] = 0
-        return outs

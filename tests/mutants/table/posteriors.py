@@ -109,12 +109,12 @@ MUTANTS = [
         "methods/vanilla.py",
         "test_penalty.py",
         ("the decay shrinks with the data", "return 1.0", "return 1 / num_data", "papers and vanilla"),
-        ("biases decay though ignored", 'self.bias == "ignore") or', "False) or", "papers and vanilla"),
+        ("biases decay though ignored", "self.flat(prior) or", "False or", "papers and vanilla"),
     ),
     *of(
         "methods/vi.py",
         "test_posteriors.py",
-        ("init_sig is the prior's", "min(1e-3, prior.sig / 10)", "prior.sig", "init_sig"),
+        ("init_sig is the prior's", "self.init_sig or prior.init_sig", "prior.sig", "init_sig"),
         ("the inverse of softplus", "s + math.log(-math.expm1(-s))", "math.log(s)", "starts_at"),
         (
             "no slope at the floor",
@@ -128,8 +128,8 @@ MUTANTS = [
         "test_penalty.py",
         (
             "uninformative is informative",
-            'flat = prior.is_bias and self.bias == "uninformative"',
-            "flat = False",
+            "flat=self.flat(prior)",
+            "flat=False",
             "papers and vi",
         ),
     ),
@@ -144,7 +144,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "methods/natural.py",
+        "methods/vi.py",
         "test_natural.py",
         ("the curvature without kappa", "* inverse * inverse / step.kappa", "* inverse * inverse", "its_formula"),
         (
@@ -239,7 +239,7 @@ MUTANTS = [
         ("gaussian biases drop out", "self.p_drop if dropped else 0.0", "self.p_drop", "papers and mc_dropout"),
         (
             "ignored biases have a penalty",
-            'flat=prior.is_bias and self.bias == "ignore"',
+            "flat=self.flat(prior)",
             "flat=False",
             "papers and mc_dropout",
         ),
