@@ -5,12 +5,11 @@ from types import ModuleType
 
 from bayesify import methods
 from bayesify.core import VERSION, surface
-from bayesify.core.checkpoint import load, save
+from bayesify.core.checkpoint import ATTACHABLE, load, save
 from bayesify.core.groups import param_groups
 from bayesify.core.mixture import components, mix
 from bayesify.core.penalty import penalty
 from bayesify.core.scopes import named_posteriors
-from bayesify.core.stored import ATTACHABLE
 from bayesify.core.summary import summary
 from bayesify.core.wrap import bayesify, mean, prior, sample, samples, unbayesify
 from bayesify.integrations import eval_caches, folders

@@ -104,8 +104,8 @@ def test_a_state_dict_with_a_factor_that_no_calibration_finds_is_refused(value):
 
 def test_settings_are_bytes_in_a_tensor_of_a_length_that_numbers_do_not_change():
     for about in (
-        {"settings": {"a": 0.1}, "results": {}, "options": {}},
-        {"settings": {"a": 1e-30}, "results": {"b": None}, "options": {}},
+        {"settings": {"a": 0.1}, "results": {}, "options": {}, "held": {}},
+        {"settings": {"a": 1e-30}, "results": {"b": None}, "options": {}, "held": {"c": 1}},
     ):
         assert decoded(encoded(about)) == about
         assert encoded(about).dtype == torch.uint8

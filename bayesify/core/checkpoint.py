@@ -12,7 +12,6 @@ method's dataclass, and a posterior checks its own tensors (`check_state`).
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -34,16 +33,19 @@ from bayesify.core.prior import Prior
 from bayesify.core.reading import Scope
 from bayesify.core.scopes import NOISE, check_averaged, check_module, root_of, warn_of_mistakes
 from bayesify.core.selection import candidates, plain_tensors
-from bayesify.core.stored import CENTER, attach_objects, attached_objects, attached_state
+from bayesify.core.stored import CENTER
 from bayesify.core.wrap import check_wrappable, wrap
 
 M = TypeVar("M", bound=nn.Module)
+Members = Mapping[str, tuple[nn.Module, Scope]]
 
 POSTERIOR_FILE = "posterior.safetensors"
 MEAN_FILE = "model.safetensors"
 MEAN, REST, START, ATTACHED = "mean", "rest", "start", "attached"
-OF_MODEL = (REST, START, ATTACHED)  # kinds that belong to no posterior
 ALONE = ""  # the member of a file that holds one model
+ATTACHABLE: dict[str, Any] = {}
+"""By attribute of the model, a class whose objects are saved with it: it has `state_dict()`, of tensors and what JSON
+can hold, and `from_state_dict(state)`."""
 
 
 def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
@@ -67,8 +69,7 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
     members = members_of(model)
     check_averaged(model)
     means = mean_tensors(*next(iter(members.values()))), {"format": "pt"}
-    files = {POSTERIOR_FILE: contents(members), MEAN_FILE: means}
-    _write(Path(dir), files, members)
+    _write(Path(dir), {POSTERIOR_FILE: contents(members), MEAN_FILE: means}, members)
 
 
 def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: bool = True) -> None:  # noqa: A002
@@ -81,13 +82,10 @@ def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: b
             takes those of the model that it is given, such as the base model under an adapter.
     """
     members = members_of(model)
-    files = {POSTERIOR_FILE: contents(members, frozen=frozen)}
-    _write(Path(dir), files, members)
+    _write(Path(dir), {POSTERIOR_FILE: contents(members, frozen=frozen)}, members)
 
 
-def _write(
-    folder: Path, files: Mapping[str, fileformat.Content], members: Mapping[str, tuple[nn.Module, Scope]]
-) -> None:
+def _write(folder: Path, files: Mapping[str, fileformat.Content], members: Members) -> None:
     """Write files; of sharded models rank 0 does, and all processes raise if it fails."""
     warn_of_mistakes([scope for _, scope in members.values()], stacklevel=4)
     sharded = any(p.layout is not None for _, scope in members.values() for p in scope.posteriors)
@@ -102,6 +100,85 @@ def _write(
         raise failure
     if reason is not None:
         raise CheckpointError(f"rank 0 could not write to {folder} ({reason}); see its own error")
+
+
+def members_of(model: nn.Module) -> dict[str, tuple[nn.Module, Scope]]:
+    """Return the models that go into one file, by member: one alone, or those of a mixture by their numbers."""
+    check_module(model)
+    mixture = mixture_in(model)
+    if mixture is None:
+        return {ALONE: root_of(model)}
+    return {str(i): root_of(member) for i, member in enumerate(mixture.members)}
+
+
+def contents(members: Members, *, frozen: bool = True) -> fileformat.Content:
+    """Return tensors and metadata of a file.
+
+    Args:
+        members: Bayesified models with their scopes, by member; one alone is the member "".
+        frozen: Whether to keep what is neither Bayesian nor trained.
+    """
+    tensors: dict[str, Tensor] = {}
+    models: dict[str, dict[str, Any]] = {}
+    written: dict[tuple[str, int, torch.Size], str] = {}
+    for member, (root, scope) in members.items():
+        shared: dict[str, str] = {}
+        attached, rest = attached_state(root)
+        for key, tensor in {**posterior_tensors(root, scope), **attached}.items():
+            if frozen or not key.startswith((f"{REST}:", f"{START}:")) or tensor.requires_grad:
+                owner = written.setdefault((key, tensor.data_ptr(), tensor.shape), member)
+                if owner == member or not tensor.numel():
+                    tensors[f"{member}/{key}" if member else key] = tensor
+                else:
+                    shared[key] = owner
+        models[member] = {**described(scope), "partial": not frozen, "shared": shared, ATTACHED: rest}
+    return tensors, {"format": FORMAT, "models": json.dumps(models)}
+
+
+def described(scope: Scope) -> dict[str, Any]:
+    """Describe the method and each posterior's prior."""
+    priors = {
+        p.name: {"prior_sig": p.prior_sig, "is_bias": p.is_bias, "fixed_row": p.fixed_row, "results": p.found()}
+        for p in scope.posteriors
+    }
+    return {"method": scope.method.name, "options": asdict(scope.method), "priors": priors}
+
+
+def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
+    """Return all tensors of a model that `load` needs, but those of attached objects."""
+    means, now = {id(p.original) for p in scope.posteriors}, dict(plain_tensors(root))
+    out = {f"{REST}:{name}": t for name, t in now.items() if id(t) not in means}
+    for posterior in scope.posteriors:
+        out[f"{MEAN}:{posterior.name}"] = posterior.original
+        out.update({f"{attribute}:{posterior.name}": t for attribute, t in posterior.state().items()})
+    for name, first in kept_buffers(root).items():
+        if not torch.equal(first.to(now[name]), now[name]):
+            out[f"{START}:{name}"] = first
+    return {key: t if not is_sharded(t) else whole(t).requires_grad_(t.requires_grad) for key, t in out.items()}
+
+
+def mean_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
+    """Return the posterior mean and all the rest under plain names, tied weights once."""
+    means = {id(p.original): p for p in scope.posteriors}
+    return {
+        means[id(t)].name if id(t) in means else name: whole(means[id(t)].mean if id(t) in means else t)
+        for name, t in plain_tensors(root)
+        if not name.startswith(f"{NOISE}.")
+    }
+
+
+def attached_state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of what is attached to a model, by key, and all the rest by attribute."""
+    tensors, rest = dict[str, Tensor](), dict[str, Any]()
+    for attribute, kind in ATTACHABLE.items():
+        if isinstance(found := root.__dict__.get(attribute), kind):
+            rest[attribute] = found.state_dict()
+            for name in [name for name, value in rest[attribute].items() if isinstance(value, Tensor)]:
+                tensors[f"{ATTACHED}:{attribute}.{name}"] = rest[attribute].pop(name)
+    return tensors, rest
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
@@ -133,169 +210,49 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
     if len(present) != len(files):
         there, here = ("one model" if len(n) == 1 else f"a mixture of {len(n)}" for n in (files, present))
         raise CheckpointError(f"{path} holds {there}, this is {here}; load into a plain model")
-    for take_over in [_prepared(path, file, member) for file, member in zip(files.values(), present, strict=True)]:
+    for take_over in [_prepared(file, member) for file, member in zip(files.values(), present, strict=True)]:
         take_over()
     if mixture is None and len(files) > 1:
         return Mixture(present)  # type: ignore[return-value]
     return model
 
 
-def _different(model: nn.Module, files: "list[File]") -> set[int]:
-    """Return the ids of a plain model's tensors that the members of a file do not share."""
-    kept = {name: [file.tensors.get((REST, name)) for file in files] for name, _ in plain_tensors(model)}
-    common = {name for name, found in kept.items() if all(t is found[0] for t in found)}
-    bayesian = set().union(*(file.priors for file in files))
-    return {id(t) for name, t in plain_tensors(model) if name not in common or name in bayesian}
-
-
-def _prepared(path: Path, file: "File", model: nn.Module) -> Callable[[], None]:
-    """Check that a file's member fits a model, plain or bayesified; return what loads it, which cannot fail."""
-    scope: Scope | None = None
-    if any(isinstance(m, Posterior) for m in model.modules()):
-        root, scope = root_of(model)
-        if scope.method.name != file.method.name:
-            raise CheckpointError(
-                f"{path} holds a posterior of method {file.method.name!r}, the model is bayesified with "
-                f"{scope.method.name!r}; load into a plain model, or unbayesify(model) first"
-            )
-        params: dict[str, Tensor] = {p.name: p.original for p in scope.posteriors}
-    else:
-        check_wrappable(model)
-        root, params = model, {c.name: c.param for c in candidates(model) if c.name in file.priors}
-        if cut := [name for name, param in params.items() if is_sharded(param)]:
-            raise CheckpointError(f"{cut[0]!r} is sharded over devices; load first, then fully_shard")
-    size = file.tensors.get((REST, f"{NOISE}.log_var"))
-    noise = None if size is None or NOISE in root._modules else GaussianNoise(size.numel()).to(size.dtype)
-    built, rest = _fitting(path, file, root, params, noise)
-
-    def take_over() -> None:
-        into = scope
-        if into is None:
-            found = {c.name: c for c in candidates(root) if c.name in file.priors}
-            into = wrap(root, file.method, [(found[n], built[n]) for n in file.priors])
-        else:
-            for posterior in into.posteriors:
-                posterior.configure_like(built[posterior.name])
-            into.method = file.method
-        with torch.no_grad():
-            for posterior in into.posteriors:
-                copy_whole(posterior.original, file.tensors[MEAN, posterior.name])
-                posterior.load_state(file.state(posterior.name))
-            for name, tensor in rest.items():
-                copy_whole(tensor, file.tensors[REST, name])
-            if noise is not None:
-                root.add_module(NOISE, noise.to(next(root.parameters()).device))
-            keep_buffers(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
-        attach_objects(root, file.attached)
-
-    return take_over
-
-
 class File(NamedTuple):
-    """One member of `posterior.safetensors`: tensors by (kind or attribute, name), and each posterior's prior."""
+    """One member of `posterior.safetensors`."""
 
+    path: Path
     method: Method
-    priors: dict[str, dict[str, Any]]
-    tensors: dict[tuple[str, str], Tensor]
-    partial: bool
+    priors: dict[str, dict[str, Any]]  # what `described` says of each posterior
+    tensors: dict[tuple[str, str], Tensor]  # by (kind or attribute, name)
+    partial: bool  # whether frozen parameters and buffers are those of the model that it is loaded into
     attached: dict[str, Any]
 
     def state(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of one posterior beside its mean, by attribute."""
-        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in (MEAN, *OF_MODEL)}
+        other = (MEAN, REST, START, ATTACHED)
+        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in other}
 
     def posterior(self, name: str, param: Tensor) -> Posterior:
         """Build the posterior of one parameter, as it was when it was saved but for its tensors.
 
         Raises:
-            ValueError: Its settings or tensors are none that a posterior can have.
+            CheckpointError: Its settings or tensors are none that a posterior can have.
         """
         about, state = self.priors[name], self.state(name)
-        row, results = about["fixed_row"], about["results"]
         if is_sharded(param):
             param = self.tensors[MEAN, name].to(param.dtype)
-        if row is not None and not 0 <= row < len(param):
-            raise ValueError(f"fixed_row {row} of {len(param)}")
-        if CENTER not in state:
-            raise ValueError(f"{CENTER} is missing")
-        prior = Prior(state[CENTER].to(param.device), about["prior_sig"], about["is_bias"], "prior_sig" in results)
-        posterior = self.method.posterior(param, prior, fixed_row=row)
-        posterior.check_state(state)
-        posterior.check_results(results)
-        for attribute, value in results.items():
-            setattr(posterior, attribute, value)
-        posterior.prior_sig = prior.sig
+        try:
+            if CENTER not in state:
+                raise ValueError(f"{CENTER} is missing")
+            results, sig = about["results"], about["prior_sig"]
+            prior = Prior(state[CENTER].to(param), sig, about["is_bias"], relative="prior_sig" in results)
+            posterior = self.method.posterior(param, prior, fixed_row=about["fixed_row"])
+            posterior.check_state(state)
+            posterior.check_results(results)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise damaged(self.path, f"{name!r}: {error}") from error
+        posterior.__dict__.update({**results, "prior_sig": sig})
         return posterior
-
-
-def members_of(model: nn.Module) -> dict[str, tuple[nn.Module, Scope]]:
-    """Return the models that go into one file, by member: one alone, or those of a mixture by their numbers."""
-    check_module(model)
-    mixture = mixture_in(model)
-    if mixture is None:
-        return {ALONE: root_of(model)}
-    return {str(i): root_of(member) for i, member in enumerate(mixture.members)}
-
-
-def posterior_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
-    """Return everything that `load` needs."""
-    means = {id(p.original) for p in scope.posteriors}
-    out = {f"{REST}:{name}": t for name, t in plain_tensors(root) if id(t) not in means}
-    for posterior in scope.posteriors:
-        out[f"{MEAN}:{posterior.name}"] = posterior.original
-        out.update({f"{attribute}:{posterior.name}": t for attribute, t in posterior.state().items()})
-    now = dict(plain_tensors(root))
-    moved = {
-        name: tensor for name, tensor in kept_buffers(root).items() if not torch.equal(tensor.to(now[name]), now[name])
-    }
-    out.update({f"{START}:{name}": tensor for name, tensor in moved.items()})
-    out.update({f"{ATTACHED}:{name}": tensor for name, tensor in attached_state(root)[0].items()})
-    return {key: t if not is_sharded(t) else whole(t).requires_grad_(t.requires_grad) for key, t in out.items()}
-
-
-def mean_tensors(root: nn.Module, scope: Scope) -> dict[str, Tensor]:
-    """Return the posterior mean and all the rest under plain names, tied weights once."""
-    means = {id(p.original): p for p in scope.posteriors}
-    return {
-        means[id(t)].name if id(t) in means else name: whole(means[id(t)].mean if id(t) in means else t)
-        for name, t in plain_tensors(root)
-        if not name.startswith(f"{NOISE}.")
-    }
-
-
-def contents(
-    members: Mapping[str, tuple[nn.Module, Scope]], *, frozen: bool = True
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and metadata of a file.
-
-    Args:
-        members: Bayesified models with their scopes, by member; one alone is the member "".
-        frozen: Whether to keep what is neither Bayesian nor trained.
-    """
-    tensors: dict[str, Tensor] = {}
-    models: dict[str, dict[str, Any]] = {}
-    written: dict[tuple[str, int, torch.Size], str] = {}
-    for member, (root, scope) in members.items():
-        shared: dict[str, str] = {}
-        for key, tensor in posterior_tensors(root, scope).items():
-            if frozen or not key.startswith((f"{REST}:", f"{START}:")) or tensor.requires_grad:
-                owner = written.setdefault((key, tensor.data_ptr(), tensor.shape), member)
-                if owner == member or not tensor.numel():
-                    tensors[f"{member}/{key}" if member else key] = tensor
-                else:
-                    shared[key] = owner
-        more = {"partial": not frozen, "shared": shared, ATTACHED: attached_state(root)[1]}
-        models[member] = {**described(scope), **more}
-    return tensors, {"format": FORMAT, "models": json.dumps(models)}
-
-
-def described(scope: Scope) -> dict[str, Any]:
-    """Describe the method and each posterior's prior."""
-    priors = {
-        p.name: {"prior_sig": p.prior_sig, "is_bias": p.is_bias, "fixed_row": p.fixed_row, "results": p.found()}
-        for p in scope.posteriors
-    }
-    return {"method": scope.method.name, "options": asdict(scope.method), "priors": priors}
 
 
 def read(path: Path) -> dict[str, File]:
@@ -334,78 +291,95 @@ def _member(path: Path, about: dict[str, Any], tensors: dict[tuple[str, str], Te
             f"{path} holds a posterior of method {about['method']!r}, known are {sorted(REGISTRY)}; "
             "import the module that defines the method first"
         )
-    method = resolve(about["method"], None, about["options"])
-    for name, prior in about["priors"].items():
-        _check_prior(name, prior)
+    method, priors, attached = resolve(about["method"], None, about["options"]), about["priors"], about[ATTACHED]
     for kind, name in tensors:
-        if kind not in OF_MODEL and name not in about["priors"]:
+        if kind == ATTACHED:
+            attribute, _, own = name.partition(".")
+            attached[attribute][own] = tensors[kind, name]
+        elif kind not in (REST, START) and name not in priors:
             raise ValueError(f"{kind}:{name} belongs to no posterior")
-    mine = {name: tensor for (kind, name), tensor in tensors.items() if kind == ATTACHED}
-    return File(
-        method, about["priors"], tensors, about["partial"] is True, attached_objects(mine, about.get(ATTACHED, {}))
-    )
+    if lost := [name for name in priors if (MEAN, name) not in tensors]:
+        raise ValueError(f"the mean of {lost[0]!r} is missing")
+    objects = {attribute: ATTACHABLE[attribute].from_state_dict(state) for attribute, state in attached.items()}
+    return File(path, method, priors, tensors, about["partial"] is True, objects)
 
 
-def _check_prior(name: str, about: dict[str, Any]) -> None:
-    """Raise unless a posterior's description is one that `described` can give."""
-    sig, row = about["prior_sig"], about["fixed_row"]
-    if not (isinstance(sig, float) and 0 < sig < math.inf):
-        raise ValueError(f"prior_sig of {name!r} is {sig!r}")
-    if not (row is None or (isinstance(row, int) and not isinstance(row, bool))):
-        raise ValueError(f"fixed_row of {name!r} is {row!r}")
-    for field, kind in (("is_bias", bool), ("results", dict)):
-        if not isinstance(about[field], kind):
-            raise ValueError(f"{field} of {name!r} is {about[field]!r}")
+def _different(model: nn.Module, files: list[File]) -> set[int]:
+    """Return the ids of a plain model's tensors that the members of a file do not share."""
+    kept = {name: [file.tensors.get((REST, name)) for file in files] for name, _ in plain_tensors(model)}
+    common = {name for name, found in kept.items() if all(t is found[0] for t in found)}
+    bayesian = set().union(*(file.priors for file in files))
+    return {id(t) for name, t in plain_tensors(model) if name not in common or name in bayesian}
 
 
-def _fitting(
-    path: Path, file: File, root: nn.Module, params: dict[str, Tensor], noise: GaussianNoise | None
-) -> tuple[dict[str, Posterior], dict[str, Tensor]]:
-    """Check that a file fits a model, name by name.
-
-    Returns:
-        The file's posteriors by name, and the model's tensors that are not Bayesian.
-
-    Raises:
-        CheckpointError: It does not.
-    """
+def _prepared(file: File, model: nn.Module) -> Callable[[], None]:
+    """Check that a file's member fits a model, plain or bayesified; return what loads it, which cannot fail."""
+    scope: Scope | None = None
+    if any(isinstance(m, Posterior) for m in model.modules()):
+        root, scope = root_of(model)
+        if scope.method.name != file.method.name:
+            raise CheckpointError(
+                f"{file.path} holds a posterior of method {file.method.name!r}, the model is bayesified with "
+                f"{scope.method.name!r}; load into a plain model, or unbayesify(model) first"
+            )
+        params: dict[str, Tensor] = {p.name: p.original for p in scope.posteriors}
+    else:
+        check_wrappable(model)
+        root, params = model, {c.name: c.param for c in candidates(model) if c.name in file.priors}
+        if cut := [name for name, param in params.items() if is_sharded(param)]:
+            raise CheckpointError(f"{cut[0]!r} is sharded over devices; load first, then fully_shard")
     bayesian = {id(t) for t in params.values()}
     rest = {name: t for name, t in plain_tensors(root) if id(t) not in bayesian}
-    rest |= {} if noise is None else {f"{NOISE}.{name}": t for name, t in plain_tensors(noise)}
-    _check_names(path, "Bayesian parameters", set(file.priors), set(params))
-    saved_rest = {n for kind, n in file.tensors if kind == REST}
-    if file.partial:
-        rest = {name: t for name, t in rest.items() if name in saved_rest}
-    _check_names(path, "other tensors", saved_rest, set(rest))
-    buffers = {n: rest[n] for kind, n in file.tensors if kind == START and n in rest}
-    if unknown := {n for kind, n in file.tensors if kind == START} - buffers.keys():
-        raise damaged(path, f"{min(unknown)!r} is no buffer")
-    for kind, group in ((MEAN, params), (REST, rest), (START, buffers)):
-        for name, tensor in group.items():
-            saved = file.tensors.get((kind, name))
-            if saved is None or saved.is_floating_point() != tensor.is_floating_point():
-                what = "missing" if saved is None else f"of dtype {saved.dtype}"
-                raise damaged(path, f"the {kind} of {name!r} is {what}")
-            if saved.shape != tensor.shape:
-                raise CheckpointError(
-                    f"{name!r} has shape {tuple(saved.shape)} in {path}, {tuple(tensor.shape)} in the model; "
-                    "build the model as it was when it was saved"
-                )
-    built = {}
-    for name, param in params.items():
-        try:
-            built[name] = file.posterior(name, param)
-        except (ValueError, TypeError) as error:
-            raise damaged(path, f"{name!r}: {error}") from error
-    return built, rest
+    noise = None
+    if NOISE not in root._modules and (size := file.tensors.get((REST, f"{NOISE}.log_var"))) is not None:
+        noise = GaussianNoise(size.numel()).to(size.dtype)
+        rest |= {f"{NOISE}.{name}": t for name, t in plain_tensors(noise)}
+    rest = {name: t for name, t in rest.items() if not file.partial or (REST, name) in file.tensors}
+    _check_fit(file, params, rest)
+    built = {name: file.posterior(name, param) for name, param in params.items()}
+
+    def take_over() -> None:
+        into = scope
+        if into is None:
+            found = {c.name: c for c in candidates(root) if c.name in file.priors}
+            into = wrap(root, file.method, [(found[n], built[n]) for n in file.priors])
+        else:
+            for posterior in into.posteriors:
+                posterior.configure_like(built[posterior.name])
+            into.method = file.method
+        with torch.no_grad():
+            for posterior in into.posteriors:
+                copy_whole(posterior.original, file.tensors[MEAN, posterior.name])
+                posterior.load_state(file.state(posterior.name))
+            for name, tensor in rest.items():
+                copy_whole(tensor, file.tensors[REST, name])
+            if noise is not None:
+                root.add_module(NOISE, noise.to(next(root.parameters()).device))
+            keep_buffers(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
+        for attribute in ATTACHABLE:
+            root.__dict__.pop(attribute, None)
+        root.__dict__.update(file.attached)
+
+    return take_over
 
 
-def _check_names(path: Path, what: str, saved: set[str], present: set[str]) -> None:
-    """Raise if the names in the file and in the model differ."""
-    if saved != present:
-        only = {"the file": sorted(saved - present)[:3], "the model": sorted(present - saved)[:3]}
-        raise CheckpointError(
-            f"{path} does not fit the model: {what} differ, "
-            + ", ".join(f"only in {place}: {names}" for place, names in only.items() if names)
-            + "; build the model as it was when it was saved"
-        )
+def _check_fit(file: File, params: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
+    """Raise unless a file has the tensors of a model: those of Bayesian parameters, and the rest."""
+    for what, kind, present in (("Bayesian parameters", MEAN, params), ("other tensors", REST, rest)):
+        saved = {name for of, name in file.tensors if of == kind}
+        if saved != present.keys():
+            only = {"the file": saved - present.keys(), "the model": present.keys() - saved}
+            places = [f"only in {place}: {sorted(names)[:3]}" for place, names in only.items() if names]
+            raise CheckpointError(
+                f"{file.path} does not fit the model: {what} differ, {', '.join(places)}; build the model as it was "
+                "when it was saved"
+            )
+    for (kind, name), tensor in file.tensors.items():
+        group = params if kind == MEAN else rest if kind in (REST, START) else {}
+        if name in group and tensor.is_floating_point() != group[name].is_floating_point():
+            raise damaged(file.path, f"the {kind} of {name!r} is of dtype {tensor.dtype}")
+        if name in group and tensor.shape != group[name].shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(tensor.shape)} in {file.path}, {tuple(group[name].shape)} in the model; "
+                "build the model as it was when it was saved"
+            )

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.prior import following
 from bayesify.core.ranks import in_a_group
-from bayesify.core.stored import CENTER
 
 Posterior = Any  # bayesify.core.posterior.Posterior, which imports this file
 P = TypeVar("P")
@@ -25,7 +25,7 @@ NOTHING: Mapping[tuple[int, str], Tensor] = {}
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds only this process's part of itself."""
+    """Return whether a tensor holds only this process's part of itself."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -58,7 +58,7 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
 
 
 def shards_itself(module: nn.Module) -> bool:
-    """Tell whether `fully_shard` was called on a module."""
+    """Return whether `fully_shard` was called on a module."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -162,7 +162,7 @@ def over_processes(values: Iterable[tuple[Posterior, Tensor]]) -> Tensor:
 
 
 def follow(posteriors: Iterable[Posterior], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
-    """Cut the state of posteriors like their parameters, where these are sharded; tell whether any is.
+    """Cut the state of posteriors like their parameters, where these are sharded; return whether any is.
 
     Args:
         posteriors: Of which the parameters are looked at.
@@ -170,22 +170,21 @@ def follow(posteriors: Iterable[Posterior], known: Mapping[tuple[int, str], Tens
     """
     found = False
     for posterior in posteriors:
-        given = {"original": posterior._home, **{name: (posterior, name) for name in posterior._parameters}}
-        places = {key: (id(place[0]), place[1]) for key, place in given.items() if place is not None}
-        now = {"original": posterior.original, **posterior._parameters}
-        shards = {key: known.get(place, now[key]) for key, place in places.items()}
-        original = shards["original"]
-        if original is not None and is_sharded(original) and posterior._shards.get("original") is not original:
-            posterior.layout = Layout.of(original, posterior.name)
-            posterior._shards = shards
+        places = {"original": posterior._home, **{name: (posterior, name) for name in posterior._parameters}}
+        shards = {key: known.get((id(m), name), m._parameters[name]) for key, (m, name) in places.items()}
+        if is_sharded(shards["original"]) and posterior._shards.get("original") is not shards["original"]:
+            posterior.layout, posterior._shards = Layout.of(shards["original"], posterior.name), shards
         if posterior.layout is not None:
-            _cut(posterior)
             found = True
+            for name in posterior.like_mean():
+                tensor = getattr(posterior, name)
+                if tensor is not None and tensor.dim() >= len(posterior.shape) > 0 and not is_sharded(tensor):
+                    setattr(posterior, name, posterior.layout.cut(tensor))
     return found
 
 
 def follow_at_work(root: nn.Module, posteriors: list[Posterior]) -> bool:
-    """Do `follow` in a forward, where FSDP2 has made some parameters whole already; tell whether any is sharded."""
+    """Do `follow` in a forward, where FSDP2 has made some parameters whole already; return whether any is sharded."""
     if not in_a_group():
         return False
     at_work: list[Any] = [module for module in root.modules() if shards_itself(module)]
@@ -234,92 +233,70 @@ def rest(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def _cut(posterior: Posterior) -> None:
-    """Cut what a posterior keeps whole and has an element for each of the parameter's."""
-    layout = posterior.layout
-    assert layout is not None
-    for name in posterior.like_mean():
-        tensor = getattr(posterior, name)
-        if tensor is not None and tensor.dim() >= len(layout.shape) > 0 and not is_sharded(tensor):
-            setattr(posterior, name, layout.cut(tensor))
-
-
 # -- stand-ins ---------------------------------------------------------------------------------------------------------
 
 
 def part_of(posterior: P) -> P:
     """Return a posterior of this process's rows, in the memory of the sharded one; itself where it is whole."""
-    given: Any = posterior
-    found: P = given if given.layout is None else _part(given)
-    return found
-
-
-def _part(posterior: Posterior) -> Posterior:
-    layout = posterior.layout
-    local = {name: part(tensor) for name, tensor in posterior._shards.items() if tensor is not None}
+    sharded: Any = posterior
+    layout: Layout | None = sharded.layout
+    if layout is None:
+        return posterior
+    local = {name: part(tensor) for name, tensor in sharded._shards.items() if tensor is not None}
     for name, tensor in local.items():
-        grad = posterior._shards[name].grad
+        grad = sharded._shards[name].grad
         tensor.grad = None if grad is None else part(grad)
-    own = _stand_in(posterior, local)
-    for name in posterior.like_mean():
-        if (tensor := getattr(posterior, name)) is not None:
-            setattr(own, name, part(tensor))
-    own.shape = torch.Size((layout.rows, *layout.shape[1:]))
-    own.start, own.fixed_row = layout.start, layout.row(posterior.fixed_row)
-    return own
+    kept = {name: part(tensor) for name, tensor in sharded.held().items() if name in sharded.like_mean()}
+    place = {"start": layout.start, "fixed_row": layout.row(sharded.fixed_row)}
+    return _stand_in(posterior, local, shape=torch.Size((layout.rows, *layout.shape[1:])), **place, **kept)
 
 
-def whole_of(posterior: Posterior, original: Tensor, *, center: Tensor | None = None) -> Posterior:
+def whole_of(posterior: P, original: Tensor, names: Iterable[str]) -> P:
     """Return a posterior with all rows for a draw inside a forward, in the precision of its state.
 
     Args:
         posterior: A sharded posterior.
         original: Its parameter, which FSDP2 has made whole, perhaps in a lower precision.
-        center: What to take for the prior mean, where its value is of no account.
+        names: Of the kept tensors that are needed whole.
     """
-    given = {"original": original, **posterior._parameters}
-    tensors: dict[str, Tensor] = {}
-    for name, shard in posterior._shards.items():
-        now = given[name]
-        if now is not None and shard is not None:
-            tensors[name] = now.detach() if now.dtype == shard.dtype and not is_sharded(now) else whole(shard)
-    own = _stand_in(posterior, tensors)
-    for name in posterior.drawn_with:
-        if (tensor := getattr(posterior, name)) is not None:
-            setattr(own, name, center if name == CENTER and center is not None and tensor.dim() else whole(tensor))
-    return own
+    sharded: Any = posterior
+    now = {"original": original, **sharded._parameters}
+    tensors = {
+        name: now[name].detach() if now[name].dtype == shard.dtype and not is_sharded(now[name]) else whole(shard)
+        for name, shard in sharded._shards.items()
+        if shard is not None and now[name] is not None
+    }
+    return _stand_in(posterior, tensors, **{n: whole(t) for n, t in sharded.held().items() if n in names})
 
 
-def _stand_in(posterior: Posterior, tensors: dict[str, Tensor]) -> Posterior:
-    """Copy a posterior but for its parameters, and what belongs to being sharded."""
-    own: Posterior = object.__new__(type(posterior))
-    own.__dict__.update(posterior.__dict__)
-    own.layout = None
+def _stand_in(posterior: P, tensors: dict[str, Tensor], **changes: Any) -> P:
+    """Copy a sharded posterior, with other parameters and attributes."""
+    sharded: Any = posterior
+    own: P = object.__new__(type(posterior))
+    own.__dict__.update(sharded.__dict__, layout=None, **changes)
     for name, tensor in tensors.items():
-        tensor.requires_grad_(posterior._shards[name].requires_grad)
-    own._parameters = {n: tensors.get(n) for n in posterior._parameters}
-    home: Any = SimpleNamespace(_parameters={"original": tensors["original"]})
-    own._home = (home, "original")
+        tensor.requires_grad_(sharded._shards[name].requires_grad)
+    own.__dict__["_parameters"] = {name: tensors.get(name) for name in sharded._parameters}
+    own.__dict__["_home"] = (SimpleNamespace(_parameters={"original": tensors["original"]}), "original")
     return own
 
 
 @contextmanager
 def on_shard(posterior: P) -> Iterator[P]:
     """Work on this process's part of a posterior; tensors and results that are new or changed are taken over."""
-    own = part_of(posterior)
+    own: Any = part_of(posterior)
     yield own
-    given: Any = posterior
-    layout = given.layout
-    if own is posterior or layout is None:
+    sharded: Any = posterior
+    if own is posterior:
         return
-    for name in given.taken_over():
+    for name in sharded.taken_over():
         setattr(posterior, name, getattr(own, name))
-    for name in given.kept:
+    for name in sharded.kept:
         before, now = getattr(posterior, name), getattr(own, name)
-        if now is None or name not in given.like_mean() or now.dim() < len(layout.shape) or not now.dim():
+        if now is None or name not in sharded.like_mean() or not now.dim():
             setattr(posterior, name, now)
         elif before is None or part(before).data_ptr() != now.data_ptr():
-            setattr(posterior, name, layout.joined(now))
+            setattr(posterior, name, sharded.layout.joined(now))
 
 
 # -- what a forward reads ----------------------------------------------------------------------------------------------
@@ -336,22 +313,17 @@ def check_whole(posterior: Posterior, original: Tensor) -> None:
 
 def drawn(posterior: Posterior, original: Tensor, seed: int) -> Tensor:
     """Return theta of a draw, whole, in the parameter's precision: drawn on the parts where all processes draw it."""
-    if posterior.draws_on_shards:
-        assert posterior.layout is not None
-        own = part_of(posterior)
-        theta = posterior.layout.joined(own.calibrated(own.original, own.draw(own.original, seed)))
-        return whole(theta).to(original.dtype)
-    own = whole_of(posterior, original)
-    found: Tensor = own.calibrated(own.original, own.draw(own.original, seed)).to(original.dtype)
-    return found
+    apart = posterior.draws_on_shards
+    own = part_of(posterior) if apart else whole_of(posterior, original, posterior.drawn_with)
+    theta: Tensor = own.calibrated(own.original, own.draw(own.original, seed))
+    return (whole(posterior.layout.joined(theta)) if apart else theta).to(original.dtype)
 
 
 def pulled(posterior: Posterior, original: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of a draw with respect to the whole mean and `learnable()`, in their precision."""
-    own = whole_of(posterior, original, center=original.detach())
-    if own.draws_on_shards:
-        found: tuple[Tensor | None, ...] = (grad,)  # theta moves as the mean, whatever the moments are
-    else:
+    found: tuple[Tensor | None, ...] = (grad,)  # where theta moves as the mean, whatever the moments are
+    if not posterior.draws_on_shards:
+        own = whole_of(posterior, original, () if posterior.pulls_by_hand else posterior.drawn_with)
         found = own.calibrated_pullback(own.original, seed, grad.to(own.original.dtype))
     inputs = (original, *posterior.learnable())
     return tuple(None if g is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True))
@@ -365,10 +337,6 @@ def mean_of(posterior: Posterior, original: Tensor) -> Tensor:
     if mean is own.original:
         return original
     if not posterior.draws_on_shards:
-        own_mean: Tensor = whole_of(posterior, original).mean_theta(original)
-        return own_mean
-    assert posterior.layout is not None
-    found = whole(posterior.layout.joined(mean)).to(original.dtype)
-    if torch.is_grad_enabled() and original.requires_grad:
-        found = found + (original - original.detach())
-    return found
+        found: Tensor = whole_of(posterior, original, posterior.drawn_with).mean_theta(original)
+        return found
+    return following(whole(posterior.layout.joined(mean)).to(original.dtype), original)

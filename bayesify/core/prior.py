@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesify.core.stored import LOW_PRECISION
 from bayesify.engine.dispatch import run, total, transformed
 from bayesify.engine.writing import Formula, several
 
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 RELATIVE_SIG = 1.0  # prior_sig over a tensor's root mean square
 FLOOR = 0.1  # over sqrt(fan-in): the scale of a tensor that starts at zero, as biases and LoRA's B do
 START = 0.003  # a spread's start, over prior_sig
@@ -78,6 +78,10 @@ class Prior:
     is_bias: bool = False
     relative: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.sig) not in (int, float) or not 0 < self.sig < math.inf:
+            raise ValueError(f"prior_sig must be a positive number, got {self.sig!r}")
+
     @property
     def init_sig(self) -> float:
         """Where a spread starts that is trained."""
@@ -93,9 +97,15 @@ def state_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def deviation(mean: Tensor, posterior: Posterior) -> Tensor:
-    """Return m - theta0 in the state's dtype: a new tensor, or `mean` itself where theta0 is zero."""
-    mean = mean.to(state_dtype(mean))
-    return mean if posterior.zero_prior else mean - posterior.prior_center
+    """Return m - theta0 in the state's dtype."""
+    away: Tensor = mean.to(state_dtype(mean)) - posterior.prior_center
+    return away
+
+
+def following(theta: Tensor, original: Tensor) -> Tensor:
+    """Return theta, whose gradient passes to the parameter as it is."""
+    wanted = torch.is_grad_enabled() and original.requires_grad
+    return theta + (original - original.detach()) if wanted else theta
 
 
 def wide(tensor: Tensor) -> torch.dtype:

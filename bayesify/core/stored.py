@@ -1,4 +1,4 @@
-"""What goes with a posterior's tensors wherever they are stored: settings that say what they mean, and checks.
+"""What a posterior stores beside the mean, and the checks of a stored state: one table for state dicts and files.
 
 A rho is a spread only together with its link, and moments belong to one method. So every posterior puts its settings
 into the state dict, as bytes in a tensor, and refuses the state of a posterior that is another kind of thing.
@@ -9,21 +9,57 @@ buffers of the weights' size to every process at every forward.
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+from bayesify.core.distributed import Layout, copy_whole, follow, part
+from bayesify.core.prior import LOW_PRECISION, state_dtype
+
 EXTRA = "_extra_state"  # torch's own key for what get_extra_state returns
 CENTER = "prior_center"
-PAGE = 256  # bytes; distributed checkpoints load in place, so that lengths must not depend on the numbers
-LEAST = {"calibration": 0.0}  # of results that need not be positive
+PAGE = 512  # bytes; distributed checkpoints load in place, so that lengths must not depend on the numbers
+PARTS = ("settings", "results", "options", "held")  # of the extra state
 
 
 class StateDictError(ValueError, RuntimeError):
     """A state dict that does not belong to the bayesified model."""
+
+
+class Kept(NamedTuple):
+    """What a tensor is that a posterior keeps.
+
+    Attributes:
+        form: "same", of the parameter's shape; "stack", (k, *shape) for k up to the posterior's `most`; "count", a
+            positive integer; "free", of a shape of its own.
+        least: The smallest value of an element.
+        precise: Whether it is in float32 at least; else it may be in the parameter's own precision, or a constant.
+    """
+
+    form: str = "same"
+    least: float = -math.inf
+    precise: bool = True
+
+    def check(self, name: str, tensor: Tensor, shape: torch.Size, most: int) -> None:
+        """Raise a ValueError unless a tensor can be this one, of a parameter of some shape."""
+        if self.form == "count":
+            if tensor.dim() or tensor.dtype != torch.int64 or int(tensor) < 1:
+                raise ValueError(f"{name} is not a positive integer")
+            return
+        own = tensor.shape if self.form != "stack" or not tensor.dim() else tensor.shape[1:]
+        misshapen = own != shape and (self.precise or tensor.dim() > 0)
+        if self.form != "free" and (misshapen or (self.form == "stack" and not 0 < len(tensor) <= most)):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}")
+        if not tensor.is_floating_point() or (tensor.dtype in LOW_PRECISION and self.precise):
+            raise ValueError(f"{name} is of dtype {tensor.dtype}")
+        # A sum is quick, and finite only if every element is; large elements may still add up to infinity.
+        if not (math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())):
+            raise ValueError(f"{name} is not finite")
+        if self.least > -math.inf and bool((tensor < self.least).any()):
+            raise ValueError(f"{name} is below {self.least:g}" if self.least else f"{name} is negative")
 
 
 class Stored(nn.Module):
@@ -33,90 +69,168 @@ class Stored(nn.Module):
     """The attributes without which the tensors mean something else; a stored state must agree with them."""
     results: ClassVar[tuple[str, ...]] = ()
     """The attributes that a fit may find; a model takes over those that it did."""
-    kept: ClassVar[tuple[str, ...]] = (CENTER,)
+    kept: ClassVar[dict[str, Kept]] = {CENTER: Kept(precise=False)}
     """The tensors of the state beside parameters and buffers, by attribute; None where there is none yet."""
-    calibration: float = 1.0
-    """The factor on the spread that `calibrate` found."""
-    relative: bool = False
-    """Whether prior_sig follows from the weights that the model had: then it is taken over too."""
+    most: int = 0  # rows of a "stack"
+    calibration: float = 1.0  # the factor on the spread that `calibrate` found
+    relative: bool = False  # whether prior_sig follows from the weights that the model had: then it is taken over too
+    layout: Layout | None = None  # which rows this process holds of a sharded posterior; None where it is whole
 
     name: str
     shape: torch.Size
     reader: Any
+    prior_center: Tensor
+    _shards: dict[str, Any]
 
     def __init__(self) -> None:
         super().__init__()
         for name in self.kept:
             setattr(self, name, None)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint keeps beside the mean, by attribute name."""
-        held = (*self._parameters.items(), *self._buffers.items(), *self.held().items())
-        return {name: tensor for name, tensor in held if tensor is not None}
+    # -- tensors -----------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, Tensor]:
         """Return the `kept` tensors that there are."""
         return {name: tensor for name in self.kept if (tensor := getattr(self, name)) is not None}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint keeps beside the mean, by attribute name."""
+        own = {**self._parameters, **self._buffers, **self.held()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise unless these tensors can be the state of this posterior; `load` asks before it changes anything.
+
+        Args:
+            state: Tensors by attribute name, as `state()` returned them.
+
+        Raises:
+            ValueError: One is missing, unknown, misshapen, of the wrong type or out of range.
+        """
+        own = self.state()
+        if missing := own.keys() - state.keys():
+            raise ValueError(f"{', '.join(sorted(missing))} is missing")
+        if unknown := state.keys() - own.keys() - self._buffers.keys() - self.kept.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a {type(self).__name__} has")
+        for name, tensor in state.items():
+            shape = own[name].shape if name in own and name not in self.kept else self.shape
+            self.kept.get(name, Kept()).check(name, tensor, shape, self.most)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the tensors of `state()`, keeping the identity of parameters."""
+        with torch.no_grad():
+            for name, tensor in state.items():
+                if name in self._parameters:
+                    copy_whole(getattr(self, name), tensor)
+                elif name in self._buffers:
+                    setattr(self, name, tensor.to(self.prior_center.device, copy=True))
+        self._take(state)
+
+    def _take(self, state: Mapping[str, Tensor | None]) -> None:
+        """Take over kept tensors; those that are missing are forgotten."""
+        center = self.prior_center
+        for name in self.kept:
+            tensor = state.get(name)
+            setattr(self, name, None if tensor is None else tensor.detach().to(center.device, copy=True))
+        self.prior_center = self.prior_center.to(center.dtype)
+        if self.reader is not None:
+            self.reader.penalized = True  # nothing is known of the training
+            follow([self])
+        self._look_at_center()
+        self.after_load()
+
+    def _look_at_center(self) -> None:
+        """Note the prior mean where it is a constant: a look at the tensor would wait for an accelerator."""
+        self.constant = None if self.prior_center.dim() else float(self.prior_center)
+
+    def after_load(self) -> None:
+        """Do what has to be done after a state was loaded."""
+
+    def forget(self) -> None:
+        """Forget all kept tensors but the prior mean."""
+        for name in self.kept.keys() - {CENTER}:
+            setattr(self, name, None)
+
+    def configure_like(self, other: "Stored") -> None:
+        """Take over the settings of another posterior of the same parameter, but none of its tensors."""
+        own = {"reader", "name", "key", "training", "layout", "start", *self.kept}
+        self.__dict__.update({k: v for k, v in vars(other).items() if not k.startswith("_") and k not in own})
+
+    def like_mean(self) -> tuple[str, ...]:
+        """Return the names of the kept tensors with an element for each of the parameter's, which are cut like it."""
+        return tuple(name for name, kept in self.kept.items() if kept.form in ("same", "stack"))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast: the prior mean follows the parameter, the posterior's own state never goes below float32."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            after = fn(tensor)
+            return tensor.to(after.device, torch.float32) if after.dtype in LOW_PRECISION else after
+
+        center = fn(self.prior_center)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in self.held().items():
+            setattr(self, name, moved(tensor))
+        self.prior_center = center
+        return self
 
     # -- state dicts -------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Add the kept tensors to a state dict."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({prefix + name: tensor for name, tensor in self.stored().items()})
+        tensors = self.held() if self.layout is None else self._with_room(self.layout)
+        destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
-    def stored(self) -> dict[str, Tensor]:
-        """Return the kept tensors for a state dict."""
-        return self.held()
+    def _with_room(self, layout: Layout) -> dict[str, Tensor]:
+        """Return the kept tensors of a sharded model, and room for those to come.
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        about: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        """Take over the kept tensors of a state dict; those that it lacks are forgotten, but for the prior mean."""
-        super()._load_from_state_dict(state_dict, prefix, about, strict, missing, unexpected, errors)
-        unexpected[:] = [key for key in unexpected if key not in {prefix + name for name in self.kept}]
-        if not any(key.startswith(prefix) for key in state_dict):
+        A distributed checkpoint is loaded into the tensors of a state dict: what has no place there would be lost.
+        """
+        out, blank = self.held(), self.blank()
+        for name, kept in self.kept.items():
+            if kept.form == "stack":
+                rows = blank.new_zeros((self.most, *blank.shape))
+                if name in out:
+                    rows[: len(out[name])] = part(out[name])
+                out[name] = layout.joined(rows)
+            elif kept.form == "count":
+                out.setdefault(name, blank.new_zeros((), dtype=torch.int64))
+            elif kept.form == "same" and name not in out:
+                out[name] = layout.joined(blank.clone())
+        return out
+
+    def blank(self) -> Tensor:
+        """Return zeros as a kept tensor of the parameter's shape has them, on this process's rows."""
+        original = part(self._shards["original"])
+        return torch.zeros_like(original, dtype=state_dtype(original), requires_grad=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take over the kept tensors of a state dict; those that it lacks, or has room for only, are forgotten."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        _, strict, missing, unexpected, errors = args
+        unexpected[:] = [key for key in unexpected if key.removeprefix(prefix) not in self.kept]
+        state = {name: state_dict[prefix + name] for name in self.kept if prefix + name in state_dict}
+        if CENTER not in state:
             if strict:
                 missing.append(prefix + CENTER)
-            return
-        for name in self.kept:
-            if (tensor := state_dict.get(prefix + name)) is not None:
-                self._take(name, tensor, prefix, errors)
-            elif name != CENTER:
-                setattr(self, name, None)
-            elif strict:
-                missing.append(prefix + name)
-
-    def _take(self, name: str, tensor: Tensor, prefix: str, errors: list[str]) -> None:
-        """Take over one kept tensor, in the memory of the old one where it has the same shape."""
-        own: Tensor | None = getattr(self, name)
-        alike = own is not None and own.shape == tensor.shape
-        if own is not None and alike and hasattr(own, "device_mesh") == hasattr(tensor, "device_mesh"):
-            with torch.no_grad():
-                own.copy_(tensor)
-        elif name == CENTER and not alike and own is not None:
+        elif state[CENTER].shape != self.prior_center.shape:
             errors.append(
-                f"size mismatch for {prefix}{name}: the shape in the state dict is {tuple(tensor.shape)}, that in the "
-                f"model {tuple(own.shape)}"
+                f"size mismatch for {prefix}{CENTER}: the shape in the state dict is {tuple(state[CENTER].shape)}, "
+                f"that in the model {tuple(self.prior_center.shape)}"
             )
         else:
-            device = getattr(self, CENTER).device
-            setattr(self, name, tensor.detach().to(device, copy=True))
+            rows = decoded(state_dict[prefix + EXTRA])["held"] if prefix + EXTRA in state_dict else {}
+            state = {name: tensor for name, tensor in state.items() if rows.get(name) != 0}
+            self._take({n: t[: rows.get(n)] if self.kept[n].form == "stack" else t for n, t in state.items()})
 
-    # -- settings in state dicts -------------------------------------------------------------------------------
+    # -- settings and results ----------------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
         """Return method and settings, which JSON can hold."""
-        method = getattr(getattr(self.reader, "method", None), "name", "")
-        taken = self.taken_over()
-        return {"method": method, **{name: getattr(self, name) for name in self.settings if name not in taken}}
+        method, taken = getattr(self.reader, "method", None), self.taken_over()
+        own = {name: getattr(self, name) for name in self.settings if name not in taken}
+        return {"method": getattr(method, "name", ""), **own}
 
     def taken_over(self) -> tuple[str, ...]:
         """Return the names of the attributes that a stored state brings along."""
@@ -126,11 +240,10 @@ class Stored(nn.Module):
         """Return the results that there are, which JSON can hold."""
         return {name: getattr(self, name) for name in self.taken_over()}
 
-    def check_results(self, results: dict[str, Any]) -> None:
+    def check_results(self, results: Mapping[str, Any]) -> None:
         """Raise unless `found` can have returned these, each of the kind of the attribute's default.
 
-        That is a text, a whole number, or a positive one, for which None says that it is not known yet; a factor on the
-        spread may be 0.
+        That is a text or a positive number, for which None says that it is not known yet; a calibration may be 0.
 
         Raises:
             ValueError: One is unknown, of another kind or out of range.
@@ -141,19 +254,22 @@ class Stored(nn.Module):
             default = getattr(type(self), name, 1.0)
             if isinstance(default, str):
                 fits = isinstance(value, str)
-            elif isinstance(default, int):
-                fits = type(value) is int and value >= 0
+            elif value is None:
+                fits = default is None
             else:
-                least = LEAST.get(name, math.nextafter(0.0, 1.0))
-                fits = type(value) in (int, float) and least <= value < math.inf
-            if not fits and (value is not None or default is not None):
+                fits = type(value) in (int, float) and 0 <= value < math.inf and (value > 0 or name == "calibration")
+            if not fits:
                 raise ValueError(f"{name} is {value!r}")
 
     def get_extra_state(self) -> Tensor:
         """Return settings and results for a state dict, whose values are tensors: libraries clone and save them."""
-        method = getattr(self.reader, "method", None)
+        method, held = getattr(self.reader, "method", None), self.held()
         options = {name: getattr(method, name) for name in getattr(method, "fitted", ())}
-        return encoded({"settings": self.described(), "results": self.found(), "options": options})
+        rows = {
+            name: len(held[name]) if kept.form == "stack" else 1 for name, kept in self.kept.items() if name in held
+        }
+        about = (self.described(), self.found(), options, {**dict.fromkeys(self.kept, 0), **rows})
+        return encoded(dict(zip(PARTS, about, strict=True)))
 
     def set_extra_state(self, state: Any) -> None:
         """Take over the results of a state dict, if its settings are the posterior's own.
@@ -161,34 +277,33 @@ class Stored(nn.Module):
         Raises:
             StateDictError: They are not.
         """
-        about = self.checked_extra_state(state)
-        for name, value in about["results"].items():
+        results, options = self.checked_extra_state(state)
+        for name, value in results.items():
             setattr(self, name, value)
-        if about["options"]:
-            self.reader.method = replace(self.reader.method, **about["options"])
+        if options:
+            self.reader.method = replace(self.reader.method, **options)
 
-    def checked_extra_state(self, state: Any) -> dict[str, Any]:
-        """Return what `get_extra_state` put into a state dict, if its settings are the posterior's own."""
-        about, own = decoded(state), self.described()
-        theirs = about["settings"]
-        if differ := [k for k in {**own, **theirs} if own.get(k) != theirs.get(k) and k not in about["results"]]:
+    def checked_extra_state(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the results and options of a state dict, if its settings are the posterior's own."""
+        about, own, method = decoded(state), self.described(), getattr(self.reader, "method", None)
+        theirs, results = about["settings"], about["results"]
+        if differ := [k for k in {**own, **theirs} if own.get(k) != theirs.get(k) and k not in results]:
             here, there = (", ".join(f"{k}={d.get(k)!r}" for k in differ) for d in (own, theirs))
             raise StateDictError(
                 f"the state dict holds {self.name!r} with {there}, the model has {here}; call bayesify with the same "
                 "settings before load_state_dict, or keep models with bayesify.save and load, which restore settings"
             )
-        results = {name: value for name, value in about["results"].items() if name in self.taken_over()}
-        method: Any = getattr(self.reader, "method", None)
+        results = {name: value for name, value in results.items() if name in self.taken_over()}
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in about["options"].items()}
         try:
             self.check_results(results)
             if unknown := options.keys() - set(getattr(method, "fitted", ())):
                 raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
             if options:
-                replace(method, **options)  # which checks the values
+                replace(method, **options)  # type: ignore[type-var]  # which checks the values
         except (ValueError, TypeError) as error:
             raise StateDictError(f"the state dict's {self.name!r} is damaged: {error}; use another copy") from error
-        return {**about, "results": results, "options": options}
+        return results, options
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Say why torch.jit.script has to fail; torch asks here before it looks at hooks."""
@@ -196,40 +311,6 @@ class Stored(nn.Module):
             "torch.jit.script cannot compile a bayesified model, whose weights are drawn when they are read; call "
             "unbayesify(model) first (to='mean' or 'sample'), or use torch.compile"
         )
-
-    # -- tensors in files --------------------------------------------------------------------------------------
-
-    def check_state(self, state: dict[str, Tensor]) -> None:
-        """Raise unless these tensors can be the state of this posterior; `load` asks before it changes anything.
-
-        Args:
-            state: Tensors by attribute name, as `state()` returned them.
-
-        Raises:
-            ValueError: One is missing, unknown, misshapen, of the wrong type or out of range.
-        """
-        own = self.state().keys()
-        if missing := own - state.keys():
-            raise ValueError(f"{', '.join(sorted(missing))} is missing")
-        if unknown := state.keys() - own - self._parameters.keys() - self._buffers.keys() - set(self.kept):
-            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a {type(self).__name__} has")
-        for name, tensor in state.items():
-            self.check_tensor(name, tensor)
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise a ValueError unless one tensor of a stored state can be the attribute of that name.
-
-        By default it is finite, of the parameter's shape and in float32 at least; the prior mean may be a constant, and
-        in the parameter's own precision.
-        """
-        center = name == CENTER
-        if tensor.shape != self.shape and not (center and tensor.dim() == 0):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the parameter {tuple(self.shape)}")
-        if not tensor.is_floating_point() or (tensor.dtype in LOW_PRECISION and not center):
-            raise ValueError(f"{name} is of dtype {tensor.dtype}")
-        # A sum is quick, and finite only if every element is; large elements may still add up to infinity.
-        if not (math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())):
-            raise ValueError(f"{name} is not finite")
 
 
 def encoded(about: dict[str, Any]) -> Tensor:
@@ -246,7 +327,7 @@ def decoded(state: Any) -> dict[str, Any]:
     """
     try:
         about = json.loads(bytes(state.cpu().tolist()))
-        return {part: dict(about[part]) for part in ("settings", "results", "options")}
+        return {part: dict(about[part]) for part in PARTS}
     except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise StateDictError(
             f"the state dict's {EXTRA} is not what a posterior wrote ({error!r}); it is damaged, or of another library"
@@ -274,40 +355,3 @@ def check_state_dict(root: nn.Module, state_dict: dict[str, Any], prefix: str, *
         key = f"{prefix}{paths.get(id(posterior), '')}.{EXTRA}"
         if key in state_dict:
             posterior.checked_extra_state(state_dict[key])
-
-
-ATTACHABLE: dict[str, Any] = {}
-"""By attribute, a class with `state_dict()`, of tensors and what JSON can hold, and `from_state_dict(state)`."""
-
-
-def attached_state(root: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of what is attached to a model, by "attribute.name", and all the rest by attribute."""
-    tensors, rest = dict[str, Tensor](), dict[str, Any]()
-    for attribute, kind in ATTACHABLE.items():
-        if isinstance(found := root.__dict__.get(attribute), kind):
-            state = found.state_dict()
-            tensors |= {f"{attribute}.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-            rest[attribute] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    return tensors, rest
-
-
-def attached_objects(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """Return the objects that `attached_state` took apart, by attribute.
-
-    Raises:
-        KeyError, TypeError, ValueError: Something is missing, unknown or out of range.
-    """
-    own = {a: {n.removeprefix(f"{a}."): t for n, t in tensors.items() if n.startswith(f"{a}.")} for a in rest}
-    if unknown := tensors.keys() - {f"{a}.{name}" for a, state in own.items() for name in state}:
-        raise ValueError(f"{sorted(unknown)[0]} belongs to nothing")
-    return {
-        attribute: ATTACHABLE[attribute].from_state_dict({**state, **own[attribute]})
-        for attribute, state in rest.items()
-    }
-
-
-def attach_objects(root: nn.Module, objects: dict[str, Any]) -> None:
-    """Attach these objects to a model, in the place of what it has."""
-    for attribute in ATTACHABLE:
-        root.__dict__.pop(attribute, None)
-    root.__dict__.update(objects)

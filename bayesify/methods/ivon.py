@@ -21,6 +21,7 @@ from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, host,
 from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_num_data
+from bayesify.core.stored import Kept
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
 from bayesify.engine.writing import Formula
@@ -68,7 +69,7 @@ class IVONPosterior(Posterior):
     """
 
     gaussian = True
-    kept = (*Posterior.kept, "h")
+    kept = Posterior.kept | {"h": Kept(least=0)}
     draws_on_shards = True  # one theta per optimizer step, on all processes
     results = ("strength",)
     strength: float | None = None
@@ -148,17 +149,6 @@ class IVONPosterior(Posterior):
     def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
         """Return nothing: the optimizer's step has the prior."""
         return (None,)
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless the curvature is not negative beyond the prior's."""
-        super().check_tensor(name, tensor)
-        if name == "h" and bool((tensor < 0).any()):
-            raise ValueError("h is negative")
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors of `state()`; a curvature that it lacks is forgotten."""
-        self.h = None
-        super().load_state(state)
 
 
 def draw(eps: Any, m: Any, h: Any, strength: Any, delta: Any) -> Any:

@@ -62,7 +62,6 @@ class DropoutPosterior(QuadraticPosterior):
     """theta = z m + (1-z) theta0 with z ~ Bernoulli(1-p), element by element."""
 
     settings = (*QuadraticPosterior.settings, "p_drop", "expected")
-    neutral_noise = 1.0
     expected: bool
 
     @property

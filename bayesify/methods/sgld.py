@@ -20,10 +20,9 @@ from bayesify.core.method import Tempered
 from bayesify.core.mixture import Mixture, mix, shared_copy
 from bayesify.core.moments import CollectedPosterior, collected
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import Prior, state_dtype
+from bayesify.core.prior import LOW_PRECISION, Prior, state_dtype
 from bayesify.core.ranks import is_whole, shared_seed
 from bayesify.core.scopes import check_num_data, scopes_of
-from bayesify.core.stored import LOW_PRECISION
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run, run_all
 from bayesify.methods.cycles import Cycles, Place, Stages
@@ -353,7 +352,7 @@ class Basins(Stages):
         """Keep a copy of the model, and let the next cycle begin without moments."""
         self.members.append(shared_copy(self.run.model).eval())
         for posterior in self.run.posteriors():
-            posterior._forget_moments()  # type: ignore[operator]
+            posterior.forget()
 
     def mixture(self) -> Mixture:
         """Return the mixture of all members so far."""

@@ -6,20 +6,21 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.distributed import on_shard, part
+from bayesify.core.distributed import on_shard
 from bayesify.core.method import Tempered
 from bayesify.core.moments import CollectedPosterior, collected
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import named_posteriors
+from bayesify.core.stored import Kept
 from bayesify.engine.dispatch import run
 from bayesify.engine.noise import name_key
 from bayesify.methods.cycles import Stages
@@ -92,7 +93,7 @@ class SWAGPosterior(CollectedPosterior):
     """
 
     gaussian = False  # the elements' noise is shared
-    moments = (*CollectedPosterior.moments, "iterates")
+    kept = CollectedPosterior.kept | {"iterates": Kept("stack")}
     missing = (
         "SWAG needs two iterates; train with cycles = bayesify.Cycles(optimizer, model, steps=...) and cycles.step() "
         "after every optimizer.step(), or call bayesify.methods.swag.collect(model) now and then"
@@ -102,7 +103,7 @@ class SWAGPosterior(CollectedPosterior):
 
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, rank: int) -> None:
         super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.rank = rank
+        self.most = rank
 
     @property
     def collected(self) -> int:
@@ -182,45 +183,15 @@ class SWAGPosterior(CollectedPosterior):
         n = int(self.count.add_(1))
         moments = (self.average, self.scatter)
         run(collected, None, (theta, *moments, 1 / n, 1.0, (n - 1) / n), moments)
-        if len(self.iterates) < self.rank:
+        if len(self.iterates) < self.most:
             self.iterates = torch.cat([self.iterates, theta.unsqueeze(0)])
         else:
-            self.iterates[(n - 1) % self.rank] = theta
+            self.iterates[(n - 1) % self.most] = theta
 
-    # -- state -------------------------------------------------------------------------------------------------
-
-    def stored(self) -> dict[str, Tensor]:
-        """Return the kept tensors for a state dict; of a sharded model always as many iterates, the last ones zero."""
-        held = super().stored()
-        if self.layout is not None:
-            own = part(held["average"])
-            every = own.new_zeros((self.rank, *own.shape))
-            if self.iterates is not None:
-                every[: len(self.iterates)] = part(self.iterates)
-            held["iterates"] = self.layout.joined(every)
-        return held
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Take over a state dict, without the iterates that are not there yet."""
-        super()._load_from_state_dict(*args)
-        if self.iterates is not None and len(self.iterates) > self.collected:
-            own = part(self.iterates)[: self.collected].clone()
-            self.iterates = own if self.layout is None else self.layout.joined(own)
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless one tensor of a stored state fits; of the iterates each."""
-        if name != "iterates":
-            super().check_tensor(name, tensor)
-            return
-        if tensor.dim() != len(self.shape) + 1 or not len(tensor):
-            raise ValueError(f"iterates has shape {tuple(tensor.shape)}, the parameter {tuple(self.shape)}")
-        for one in tensor:
-            super().check_tensor(name, one)
-
-    def check_state(self, state: dict[str, Tensor]) -> None:
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless these tensors can be moments and iterates of one path."""
         super().check_state(state)
-        if "count" in state and len(state["iterates"]) != min(int(state["count"]), self.rank):
+        if "count" in state and len(state["iterates"]) != min(int(state["count"]), self.most):
             raise ValueError(f"{len(state['iterates'])} iterates are kept of {int(state['count'])}")
 
 

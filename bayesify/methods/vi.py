@@ -182,8 +182,12 @@ class VIPosterior(Posterior):
         inverse = 1 / step.grad if isinstance(step.grad, Tensor) or step.grad else 0.0  # times 0 asks for no step
         factor = step.ratio * inverse * inverse / step.kappa if step.kappa else 0.0
         inputs = (grad, self.rho.detach(), factor, step.size * step.grad)
-        seen = self.with_noise(LINKS[self.link].natural, seed, inputs, (out,))
-        assert seen is not None
+        stream, row, formula = self.stream(seed), self.fixed_row, LINKS[self.link].natural
+        seen: Any = run(formula, stream, inputs, (out,))
+        if row is not None:  # has no noise
+            cut = [x[row] if isinstance(x, Tensor) and x.dim() else x for x in inputs]
+            stream = stream._replace(shape=self.shape[1:], start=self.start + row * self.shape[1:].numel())
+            seen = seen - run(formula, stream, cut, (torch.empty_like(out[row]),))
         sums = torch.stack([seen[0] * inverse, seen[1] * (inverse * inverse)]).to(before)
         before.copy_(torch.where(sums.isfinite().all(), torch.lerp(before, sums, MEMORY), before))
 
@@ -203,13 +207,6 @@ class VIPosterior(Posterior):
         if self.fixed_row is not None:
             outs[1][self.fixed_row] = 0
         return outs
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless one tensor of a stored state fits; the running means are two numbers."""
-        if name != "observed":
-            super().check_tensor(name, tensor)
-        elif tensor.shape != (2,) or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} is not two finite numbers")
 
 
 # -- links and their formulas ------------------------------------------------------------------------------------------

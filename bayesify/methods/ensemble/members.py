@@ -39,7 +39,7 @@ class Members(Stages):
     def __init__(self, run: Cycles, *, restart: str | None = None, fresh: Any = None, seed: int | None = None) -> None:
         super().__init__(run)
         own = run.posteriors()
-        zero = {p.name: p.zero_prior for p in own if len(p.shape) > 1}
+        zero = {p.name: p.constant == 0 for p in own if len(p.shape) > 1}
         restart = ("first" if fresh is None else "prior") if restart is None else restart
         if restart not in RESTARTS:
             raise ValueError(f"restart must be one of {list(RESTARTS)}, got {restart!r}")
@@ -107,7 +107,7 @@ class Members(Stages):
 
     def check(self, places: Sequence[Place]) -> None:
         """Raise where there are members already, or too many cycles."""
-        members = min(p.reader.method.members for p in self.run.posteriors())  # type: ignore[union-attr]
+        members = min(p.reader.method.members for p in self.run.posteriors())
         if len(places) > members:
             raise ValueError(f"{len(places)} cycles give more than the {members} members; bayesify(..., members=)")
 

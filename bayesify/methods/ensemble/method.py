@@ -17,9 +17,9 @@ from bayesify.core import distributed as shards
 from bayesify.core.modes import MEAN, MEMBER, Mode
 from bayesify.core.moments import NotReadyError
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import Prior
-from bayesify.core.ranks import gathered, is_whole
-from bayesify.core.stored import CENTER
+from bayesify.core.prior import Prior, following
+from bayesify.core.ranks import is_whole
+from bayesify.core.stored import Kept
 from bayesify.core.wrap import bayesify, unbayesify
 from bayesify.engine import noise as noises
 from bayesify.methods.cycles import Stages
@@ -122,7 +122,7 @@ class EnsemblePosterior(VanillaPosterior):
     running statistics of its normalization layers, one after the other.
     """
 
-    kept = (CENTER, "members", "statistics")
+    kept = Posterior.kept | {"members": Kept("stack", precise=False), "statistics": Kept("free")}
     particles = True
     draws_on_shards = True
 
@@ -177,7 +177,7 @@ class EnsemblePosterior(VanillaPosterior):
             own = shards.part_of(self)
             theta = own.calibrated(own.original, own.particle(number))
             theta = theta if self.layout is None else shards.whole(self.layout.joined(theta))
-        return _following(theta.to(original.dtype), original)
+        return following(theta.to(original.dtype), original)
 
     def mean_theta(self, original: Tensor) -> Tensor:
         """Return the first member, or the average of all; the parameter before there are any."""
@@ -185,7 +185,7 @@ class EnsemblePosterior(VanillaPosterior):
             return original
         members = self.members.to(original.device)
         center = members.mean(0, dtype=torch.float64 if members.dtype == torch.float64 else torch.float32)
-        return _following((center if self.soup else members[0]).to(original.dtype), original)
+        return following((center if self.soup else members[0]).to(original.dtype), original)
 
     @property
     def own_std(self) -> Tensor:
@@ -200,51 +200,24 @@ class EnsemblePosterior(VanillaPosterior):
 
     # -- state -------------------------------------------------------------------------------------------------
 
-    def like_mean(self) -> tuple[str, ...]:
-        """The statistics are whole on every process."""
-        return (CENTER, "members")
+    def blank(self) -> Tensor:
+        """Return zeros as members are kept."""
+        return self._kept(super().blank())
 
-    def stored(self) -> dict[str, Tensor]:
-        """Return the kept tensors for a state dict; of a sharded model always all members, those to come as NaN.
+    def _with_room(self, layout: shards.Layout) -> dict[str, Tensor]:
+        """Return the kept tensors of a sharded model with room for all members, and for their statistics."""
+        out, scope = super()._with_room(layout), self.reader
+        if scope.posteriors[0] is self and (live := statistics.live(scope)) is not None:
+            out["statistics"] = live.new_zeros((self.most, len(live)))
+            if self.statistics is not None:
+                out["statistics"][: self.count] = self.statistics
+        return out
 
-        A distributed checkpoint is loaded into the tensors of a state dict: what has no place there would be lost.
-        """
-        held = super().stored()
-        if self.layout is not None:
-            own = shards.part_of(self)
-            room = own._kept(own.original.detach()).new_full((self.most, *own.shape), torch.nan)
-            if own.members is not None:
-                room[: own.count] = own.members
-            held["members"] = self.layout.joined(room)
-            scope: Any = self.reader
-            if scope.posteriors[0] is self and (live := statistics.live(scope)) is not None:
-                rows = live.new_full((self.most, len(live)), torch.nan)
-                if self.statistics is not None:
-                    rows[: self.count] = self.statistics
-                held["statistics"] = rows
-        return held
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Take over a state dict, without the members that are not there yet."""
-        super()._load_from_state_dict(*args)
-        if self.members is not None and self.layout is not None:
-            own = shards.part(self.members)
-            count = int((~own.flatten(1).isnan().all(1)).sum()) if own[0].numel() else 0
-            count = int(max(gathered(count)))
-            self.members = self.layout.joined(own[:count].clone()) if count else None
-            self.statistics = None if self.statistics is None or not count else self.statistics[:count].clone()
-        self._settle()
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors of `state()`; those that it lacks are forgotten."""
-        self.members = self.statistics = None
-        super().load_state(state)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Keep what was loaded where members are kept."""
+    def after_load(self) -> None:
+        """Keep what was loaded where members are kept, without the statistics of members to come."""
         if self.members is not None and self.layout is None:
             self.members = self._kept(self.members)
+        self.statistics = None if self.statistics is None or not self.count else self.statistics[: self.count]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnsemblePosterior":
         """Move or cast everything but the members, which move alone, and only where they are not kept on the CPU."""
@@ -252,23 +225,6 @@ class EnsemblePosterior(VanillaPosterior):
         super()._apply(fn, recurse)
         self.members = members if members is None or self.offload else members.to(fn(members[:0]).device)
         return self
-
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless one tensor of a stored state fits."""
-        if name not in ("members", "statistics"):
-            super().check_tensor(name, tensor)
-            return
-        if name == "members" and (tensor.shape[1:] != self.shape or not 0 < len(tensor) <= self.most):
-            raise ValueError(f"members has shape {tuple(tensor.shape)}, the parameter {tuple(self.shape)}")
-        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} is of dtype {tensor.dtype}, or not finite")
-
-
-def _following(theta: Tensor, original: Tensor) -> Tensor:
-    """Let the gradient of theta pass to the parameter as it is."""
-    if torch.is_grad_enabled() and original.requires_grad:
-        return theta + (original - original.detach())
-    return theta
 
 
 def _alone(root: nn.Module, scope: Any, number: int) -> nn.Module:

@@ -4,7 +4,7 @@ The curvature is computed by `bayesify.fit_laplace`.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from bayesify.core.method import Tempered
 from bayesify.core.moments import MomentsPosterior
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype, wide
+from bayesify.core.stored import Kept
 from bayesify.engine.noise import Stream, name_key
 from bayesify.methods.laplace.closed_form import LastLayer, last_layer
 from bayesify.methods.laplace.kron import KRON, Kron
@@ -97,8 +98,7 @@ class LaplacePosterior(MomentsPosterior):
     """
 
     results = ("fitted_sig", "tuned", "partner")
-    moments = ("deviation",)
-    kept = (*MomentsPosterior.kept, *KRON)
+    kept = Posterior.kept | {"deviation": Kept(least=0), **dict.fromkeys(KRON, Kept("free"))}
     missing = "Laplace has not been fitted; call bayesify.fit_laplace(model, loader) after training"
 
     deviation: Tensor | None
@@ -139,7 +139,7 @@ class LaplacePosterior(MomentsPosterior):
 
     def fitted(self) -> tuple[Any, ...]:
         """Return all that `fit` changes, for `put_back`."""
-        tensors = {name: getattr(self, name) for name in (*self.moments, *KRON)}
+        tensors = {name: getattr(self, name) for name in ("deviation", *KRON)}
         return tensors, self.fitted_sig, self.tuned, self.partner, self._stamp
 
     def put_back(self, before: tuple[Any, ...]) -> None:
@@ -195,10 +195,6 @@ class LaplacePosterior(MomentsPosterior):
         """Whether a part of theta can be drawn on its own: factors mix the rows."""
         return self.kron is None
 
-    def like_mean(self) -> tuple[str, ...]:
-        """Return the names of the kept tensors with an element for each of the parameter's."""
-        return tuple(name for name in self.kept if name not in KRON)
-
     @property
     def note(self) -> str:
         """What `summary` says about the fit."""
@@ -245,7 +241,7 @@ class LaplacePosterior(MomentsPosterior):
         """Return what the fit has found, once there is one."""
         return {n: v for n, v in super().found().items() if self.ready or n not in self.results}
 
-    def check_state(self, state: dict[str, Tensor]) -> None:
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless these tensors can be a diagonal or a Kronecker-factored covariance, or none."""
         super().check_state(state)
         if (kron := {name: state.get(name) for name in KRON}) and any(t is not None for t in kron.values()):
@@ -253,31 +249,9 @@ class LaplacePosterior(MomentsPosterior):
             if "deviation" in state:
                 raise ValueError("there is a deviation beside the Kronecker factors")
 
-    def check_tensor(self, name: str, tensor: Tensor) -> None:
-        """Raise unless the deviation is not negative; Kronecker factors are checked together."""
-        if name not in KRON:
-            super().check_tensor(name, tensor)
-            if name == "deviation" and bool((tensor < 0).any()):
-                raise ValueError("deviation is negative")
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over the tensors of `state()`, of either structure."""
-        super().load_state(state)
+    def after_load(self) -> None:
+        """Take the mean that is there for that of the fit."""
         self._remember_mean()
-
-    def room(self) -> dict[str, Tensor]:
-        """Return a deviation that no fit can give."""
-        return {name: tensor - 1 for name, tensor in super().room().items()}
-
-    def is_room(self) -> bool:
-        """Tell whether the deviation is none that a fit gives."""
-        return self.deviation is not None and (self.fitted_sig is None or bool((part(self.deviation) < 0).any()))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take the mean of a state dict for that of its fit."""
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if any(prefix + name in state_dict for name in ("deviation", *KRON)):
-            self._remember_mean()
 
     # -- training that goes on ---------------------------------------------------------------------------------
 

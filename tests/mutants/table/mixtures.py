@@ -9,7 +9,7 @@ MUTANTS = [
         ("the low rank is a layer's own", "_replace(key=SHARED, shape", "_replace(shape", "across_layers"),
         ("both parts in full", "(self.scatter / (2 * (", "(self.scatter / (1 * (", "covariance"),
         ("divided by K", "math.sqrt(2 * (len(self.iterates) - 1))", "math.sqrt(2 * len(self.iterates))", "covariance"),
-        ("the newest is overwritten", "self.iterates[(n - 1) % self.rank]", "self.iterates[-1]", "covariance"),
+        ("the newest is overwritten", "self.iterates[(n - 1) % self.most]", "self.iterates[-1]", "covariance"),
         ("one iterate is enough", "return self.collected > 1", "return self.collected > 0", "nothing_to_sample"),
         ("noise on the padding row", "noise[self.fixed_row] = 0", "pass", "padding"),
     ),
@@ -67,7 +67,7 @@ MUTANTS = [
         "test_cycles_sgld.py",
         ("noise all the time", "float(not explores)", "1.0", "below_beta"),
         ("the chain collects too", "float(not explores), False", "float(not explores), True", "below_beta"),
-        ("moments of all cycles together", "posterior._forget_moments()", "pass", "member"),
+        ("moments of all cycles together", "posterior.forget()", "pass", "member"),
     ),
     *of(
         "prediction/predict.py",

@@ -60,8 +60,8 @@ MUTANTS = [
         ("no half in the penalty", "math.sqrt(precision / 2)", "math.sqrt(precision)", "papers and vanilla"),
         (
             "the penalty is towards zero",
-            "mean if posterior.zero_prior else mean - posterior.prior_center",
-            "mean",
+            "away = (m - m0) * factor",
+            "away = m * factor",
             "papers and vanilla",
         ),
     ),
@@ -80,7 +80,7 @@ MUTANTS = [
         "test_fusion.py",
         (
             "the noise of a fixed row",
-            "            noise[self.fixed_row] = self.neutral_noise",
+            "            noise[self.fixed_row] = noise.dtype == torch.bool",
             "            pass",
             "loops_compute",
         ),

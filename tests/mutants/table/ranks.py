@@ -8,11 +8,11 @@ MUTANTS = [
         "test_fsdp.py",
         (
             "every part has the noise of the first",
-            "own.start, own.fixed_row = layout.start,",
-            "own.start, own.fixed_row = 0,",
+            '"start": layout.start',
+            '"start": 0',
             "train",
         ),
-        ("the padding row is in every part", "layout.row(posterior.fixed_row)", "posterior.fixed_row", "train"),
+        ("the padding row is in every part", "layout.row(sharded.fixed_row)", "sharded.fixed_row", "train"),
         (
             "the penalty is that of a part",
             "torch.distributed.all_reduce(values,",
