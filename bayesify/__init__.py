@@ -4,14 +4,13 @@ import sys
 from types import ModuleType
 
 from bayesify import methods
-from bayesify.core import VERSION, surface
+from bayesify.core import VERSION, wrap
 from bayesify.core.checkpoint import ATTACHABLE, load, save
-from bayesify.core.groups import param_groups
 from bayesify.core.mixture import components, mix
 from bayesify.core.penalty import penalty
-from bayesify.core.scopes import named_posteriors
+from bayesify.core.scopes import mean, named_posteriors, param_groups, prior, sample, samples
 from bayesify.core.summary import summary
-from bayesify.core.wrap import bayesify, mean, prior, sample, samples, unbayesify
+from bayesify.core.wrap import bayesify, unbayesify
 from bayesify.integrations import eval_caches, folders
 from bayesify.methods.cycles import Cycles
 from bayesify.methods.ivon import IVONOptimizer
@@ -28,7 +27,7 @@ __version__ = VERSION
 IVON, SGLD = IVONOptimizer, SGLDOptimizer  # bayesify.methods.IVON and SGLD are the options
 
 ATTACHABLE["novelty"] = Novelty  # saved with the model
-surface.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
+wrap.extensions.extend([eval_caches, folders])  # what core must not know of other libraries
 
 __all__ = [
     "Cycles",

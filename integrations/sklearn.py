@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bayesify as library
 from bayesify.core.checkpoint import load, save
-from bayesify.core.groups import param_groups
 from bayesify.core.method import Method
 from bayesify.core.penalty import penalty
-from bayesify.core.scopes import scopes_of
+from bayesify.core.scopes import param_groups, scopes_of
 from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.prediction.novelty import fit_novelty

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bayesify import bayesify, mean, penalty, sample
-from bayesify.core.recompute import REMEMBERED_THREADS
+from bayesify.core.modes import REMEMBERED_THREADS
 
 KINDS = pytest.mark.parametrize("reentrant", [False, True])
 
@@ -221,7 +221,7 @@ def test_dead_threads_make_room():
     model = deep("none", False, "vi")
     for _ in range(REMEMBERED_THREADS + 5):
         in_thread(lambda: model(X))
-    assert len(model._bayesify_scope._past.tracks) == REMEMBERED_THREADS
+    assert len(model._bayesify_scope._past.threads) == REMEMBERED_THREADS
 
 
 @KINDS

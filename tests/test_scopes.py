@@ -89,7 +89,8 @@ def test_multihead_attention_reads_one_theta():
 def sample_of_next_forward(model: nn.Module):
     """Give the thetas that a forward from the present random state reads."""
     seed = noises.global_seed()
-    from bayesify.core.modes import Draw, Mode, override
+    from bayesify.core.draws import Draw
+    from bayesify.core.modes import Mode, override
 
     (scope,) = {id(q.reader): q.reader for _, q in named_posteriors(model)}.values()
     with override([scope], Mode(draw=Draw(seed, pinned=True))):
@@ -227,7 +228,7 @@ def test_double_backward(method: str):
 
 def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
     """Replace the library's own autograd nodes by plain differentiable operations."""
-    from bayesify.core import modes
+    from bayesify.core import draws
     from bayesify.core import penalty as prior_term
 
     class Sampled:
@@ -240,7 +241,7 @@ def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
         def apply(terms, *tensors):
             return sum(p.energy(p.original, terms.scale) for p in terms.posteriors)
 
-    patch.setattr(modes, "Sampled", Sampled)
+    patch.setattr(draws, "Sampled", Sampled)
     patch.setattr(prior_term, "Penalty", Penalty)
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.core.groups import param_groups
 from bayesify.core.mixture import mix
 from bayesify.core.penalty import penalty
+from bayesify.core.scopes import param_groups
 from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace
 from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device

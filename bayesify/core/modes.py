@@ -1,137 +1,40 @@
-"""Which theta a forward is asked for: draws, the blocks `mean`, `sample` and `prior`, and buffers as they were.
+"""Which theta a forward is asked for: modes, the blocks that set them, and what past forwards have read.
 
 A block holds for the code inside of it: threads and coroutines have blocks of their own, and a task inherits those of
 the code that starts it. Leaving a block ends it for all threads.
 """
 
+import copy
 import threading
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.compile import draw, graph, in_one_operation, part_seed, sample_seed
-from bayesify.core.method import Method
-from bayesify.core.posterior import Posterior, Sampled
+from bayesify.core.draws import Draw, graph, sample_seed
 from bayesify.core.ranks import check_shared, draw_seeds
 from bayesify.core.stored import Stored
 from bayesify.engine import noise as noises
-from bayesify.engine.dispatch import transformed
 
+Scope = Any  # bayesify.core.reading.Scope, which imports this file
 MEMBER = noises.name_key("mixture/member")
-
-
-class Draw:
-    """One theta of the whole model, given by its seed.
-
-    Args:
-        seed: From which the noise of every parameter follows. In compiled code it is a tensor, so that one graph serves
-            every draw; of a draw that was made outside, `traced` is that tensor.
-        pinned: Whether the draw outlives a forward: the theta of a `sample` block.
-        fresh: Whether the forward that reads it took its seed from the global generator.
-        keep: Whether thetas without gradient are kept from one forward to the next. Only for a draw whose reader knows
-            that no weight changes before `forget`: a write to a parameter cannot be noticed in every case.
-    """
-
-    def __init__(self, seed: Any, *, pinned: bool = False, fresh: bool = False, keep: bool = False) -> None:
-        self.seed = seed
-        self.traced = seed if isinstance(seed, Tensor) else torch.tensor(noises.signed(seed))
-        self.pinned = pinned
-        self.fresh = fresh
-        self.keep = keep
-        self.agreed = False
-        self.kept: dict[Posterior, Tensor] = {}
-        self.parts: dict[int, Draw] = {}
-
-    def part(self, i: int) -> "Draw":
-        """Return the draw for the i-th of several models: parameters of one name need noise of their own."""
-        if not i:
-            return self
-        seed = part_seed(self.seed, i) if isinstance(self.seed, Tensor) else noises.mix(self.seed, i)
-        return self.parts.setdefault(i, Draw(seed, pinned=self.pinned, keep=self.keep))
-
-    def forget(self) -> None:
-        """Drop the thetas that were kept."""
-        self.kept.clear()
-        self.parts.clear()
-
-    def all_thetas(self, posteriors: Sequence[Posterior]) -> dict[Posterior, Tensor]:
-        """Return the thetas that are drawn as soon as an outermost forward begins, of all posteriors in its module.
-
-        This is the place for one grouped launch on an accelerator. On a CPU a read draws its own tensor, which is then
-        in the cache; so do shards, which are gathered when their module runs, and what torch.func transforms.
-
-        Args:
-            posteriors: Those that the forward draws.
-        """
-        here = [p for p in posteriors if p.layout is None and p.original.device.type not in ("cpu", "meta")]
-        return {} if transformed() else {p: self.theta(p, p.original) for p in here}
-
-    def theta(self, posterior: Posterior, original: Tensor) -> Tensor:
-        """Return this draw's theta of one posterior."""
-        tensors = (original, *posterior.learnable())
-        if transformed():
-            compiling = torch.compiler.is_compiling()
-            if compiling and in_one_operation(posterior, original):
-                drawn: Tensor = draw(posterior._number, self.traced, list(tensors))
-                return drawn
-            seed: Any = self.traced if compiling else self.seed
-            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed)))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            theta: Tensor = Sampled.apply(posterior, self.seed, *tensors)
-            return theta
-        kept = self.kept.get(posterior)
-        if kept is None:
-            with torch.no_grad():
-                kept = posterior.drawn(original, self.seed)
-            if self.keep and posterior.layout is None:  # a sharded model is one that does not fit into the memory
-                self.kept[posterior] = kept
-        return kept
-
-
-class Traced:
-    """What a forward in compiled code has drawn, known in the graph that it began in.
-
-    Args:
-        graph: The name of that graph.
-    """
-
-    def __init__(self, graph: str) -> None:
-        self.graph = graph
-        self.thetas: dict[tuple[str, bool], Tensor] = {}
-
-    def is_here(self) -> bool:
-        """Tell whether it is the graph that is made now."""
-        return self.graph == graph()
-
-    def theta(self, draw: Draw, posterior: Posterior, original: Tensor) -> Tensor:
-        """Return the theta that a read sees: the same as an earlier one, where that is known."""
-        if not self.is_here():
-            return draw.theta(posterior, original)
-        key = posterior.name, torch.is_grad_enabled()
-        if key not in self.thetas:
-            self.thetas[key] = draw.theta(posterior, original)
-        return self.thetas[key]
-
-
-NOWHERE = Traced("")
+REMEMBERED_FORWARDS = 1 << 14
+REMEMBERED_THREADS = 64
 
 
 class Mode(NamedTuple):
-    """What a block or a forward reads: a draw, the mean, the prior mean, or (none set) what train() and eval() say.
-
-    `member` is the number of the component that a mixture runs, modulo how many it has; `start` is whether the model's
-    buffers are those of the start.
-    """
+    """What a block or a forward reads: a draw, the mean, the prior mean, or (none set) what train() and eval() say."""
 
     draw: Draw | None = None
     mean: bool = False
-    member: int = 0
+    member: int = 0  # which component of a mixture runs, modulo how many it has
     prior: bool = False
-    start: bool = False
+    start: bool = False  # whether the model's buffers are those of the start
 
 
 BY_TRAINING_FLAG = Mode()
@@ -140,14 +43,13 @@ PRIOR = Mode(prior=True, start=True)
 
 
 def one_draw(seed: int) -> Mode:
-    """Return the mode of a single draw, which takes a mixture's member by chance too."""
+    """Return the mode of a single draw, which takes a random member of a mixture too."""
     return Mode(draw=Draw(seed, pinned=True), member=noises.mix(seed, MEMBER))
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 START_SUFFIX = "_at_start"
-_BUFFERS_LOCK = threading.Lock()
 
 
 def lasting_buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -159,82 +61,68 @@ def lasting_buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield f"{path}.{name}" if path else name, module, name
 
 
-def check_buffers(root: nn.Module, known: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError where a buffer that comes with a prior mean has another shape than the model's."""
-    for path, module, name in lasting_buffers(root):
-        shape = module._buffers[name].shape  # type: ignore[union-attr]
-        if path in known and known[path].shape != shape:
-            raise ValueError(
-                f"prior_mean has {path!r} in shape {tuple(known[path].shape)}, the model in {tuple(shape)}; give a "
-                "model of the same architecture"
-            )
+def put_buffers(root: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put tensors in the place of buffers, by their plain names; return what was there."""
+    before = {}
+    for name, module, attribute in list(lasting_buffers(root)):
+        if name in values:
+            before[name] = module._buffers[attribute]
+            module._buffers[attribute] = values[name]
+    return before  # type: ignore[return-value]
 
 
-def keep_buffers(root: nn.Module, known: Mapping[str, Tensor] | None = None) -> None:
+class Buffers:
+    """The buffers of a bayesified model, by their plain names: as they were at the start, and those set aside now."""
+
+    def __init__(self) -> None:
+        self.start: dict[str, Tensor] = {}
+        self.aside: dict[str, Tensor] = {}  # those of now, while those of the start are in their place
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Buffers":
+        memo[id(self)] = copied = Buffers()
+        copied.start, copied.aside = copy.deepcopy(self.start, memo), copy.deepcopy(self.aside, memo)
+        return copied
+
+    def put(self, root: nn.Module | None, *, start: bool) -> None:
+        """Put those of the start in place, in copies that a forward may write to; or those of now."""
+        if root is None or start == bool(self.aside):
+            return
+        with self._lock:
+            if start and not self.aside:
+                self.aside = put_copies(root, self.start)
+            elif not start:
+                for name, module, attribute in list(lasting_buffers(root)):
+                    module._buffers[attribute] = self.aside.get(name, module._buffers[attribute])
+                self.aside = {}
+
+
+def put_copies(root: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put copies in the place of buffers, by their plain names; return what was there."""
+    places = [place for place in lasting_buffers(root) if place[0] in values]
+    before = {name: module.get_buffer(attribute) for name, module, attribute in places}
+    for name, module, attribute in places:
+        module._buffers[attribute] = values[name].to(before[name], copy=True)
+    return before
+
+
+def keep_buffers(root: Any, known: Mapping[str, Tensor]) -> None:
     """Keep the buffers as they are now, or as they were by what is known under their plain names."""
-    for path, module, name in list(lasting_buffers(root)):
-        now: Any = module._buffers[name]
-        setattr(module, name + START_SUFFIX, (known or {}).get(path, now).detach().to(now, copy=True))
+    now = {name: module.get_buffer(attribute) for name, module, attribute in lasting_buffers(root)}
+    root._bayesify_scope.buffers.start = {n: known.get(n, t).detach().to(t, copy=True) for n, t in now.items()}
 
 
-def kept_buffers(root: nn.Module) -> dict[str, Tensor]:
+def kept_buffers(root: Any) -> dict[str, Tensor]:
     """Return the buffers as they were, under their plain names."""
-    return {
-        path: getattr(m, name + START_SUFFIX)
-        for path, m, name in lasting_buffers(root)
-        if hasattr(m, name + START_SUFFIX)
-    }
-
-
-def drop_buffers(root: nn.Module) -> None:
-    """Forget the buffers as they were."""
-    for _, module, name in lasting_buffers(root):
-        module.__dict__.pop(name + START_SUFFIX, None)
+    start = root._bayesify_scope.buffers.start
+    return {name: start[name] for name, _, _ in lasting_buffers(root) if name in start}
 
 
 def put_buffers_of_start(view: nn.Module) -> None:
     """Give a view of a model, whose buffers are its own, the buffers of the start."""
-    for _, module, name in list(lasting_buffers(view)):
-        if hasattr(module, name + START_SUFFIX):
-            module._buffers[name] = getattr(module, name + START_SUFFIX).to(module._buffers[name], copy=True)
-
-
-@contextmanager
-def buffers_of_start(model: nn.Module) -> Iterator[None]:
-    """Use the buffers of the start inside a `with` block, in the model itself."""
-    now = [(module, dict(module._buffers)) for module in model.modules()]
-    put_buffers_of_start(model)
-    try:
-        yield
-    finally:
-        for module, buffers in now:
-            module._buffers.update(buffers)
-
-
-class Buffers:
-    """The buffers of a bayesified model: those of now, or for a while those of the start.
-
-    Attributes:
-        now: Where those of now belong while those of the start are in their place: module, attribute and tensor.
-    """
-
-    def __init__(self) -> None:
-        self.now: list[tuple[nn.Module, str, Tensor]] = []
-
-    def put(self, root: nn.Module | None, *, start: bool) -> None:
-        """Put those of the start in place, in copies that a forward may write to; or those of now."""
-        if root is None or start == bool(self.now):
-            return
-        with _BUFFERS_LOCK:
-            if start and not self.now:
-                places = [(m, name) for _, m, name in lasting_buffers(root) if hasattr(m, name + START_SUFFIX)]
-                self.now = [(m, name, m.get_buffer(name)) for m, name in places]
-                for module, name, tensor in self.now:
-                    module._buffers[name] = getattr(module, name + START_SUFFIX).to(tensor, copy=True)
-            elif not start:
-                for module, name, tensor in self.now:
-                    module._buffers[name] = tensor
-                self.now = []
+    for root in view.modules():
+        if "_bayesify_scope" in root.__dict__:
+            put_copies(root, kept_buffers(root))
 
 
 def drop_from_state_dict(state_dict: dict[str, Any]) -> None:
@@ -243,62 +131,49 @@ def drop_from_state_dict(state_dict: dict[str, Any]) -> None:
         del state_dict[key]
 
 
-def save_start(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def save_start(root: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the buffers of the start to a state dict; a hook on the bayesified model."""
     state_dict.update({prefix + name + START_SUFFIX: tensor for name, tensor in kept_buffers(root).items()})
 
 
-def restore_buffers(root: nn.Module, *_: Any) -> None:
+def restore_buffers(root: Any, *_: Any) -> None:
     """Put the buffers of now in place before a state dict is made; a hook on the bayesified model."""
-    scope: Any = root._bayesify_scope
-    scope.buffers.put(root, start=False)
+    root._bayesify_scope.buffers.put(root, start=False)
 
 
-def load_start(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def load_start(root: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take the buffers of the start out of a state dict that is loaded; a hook on the bayesified model."""
     restore_buffers(root)
-    for path, module, name in lasting_buffers(root):
-        found = state_dict.pop(prefix + path + START_SUFFIX, None)
+    for name, module, attribute in lasting_buffers(root):
+        found = state_dict.pop(prefix + name + START_SUFFIX, None)
         if found is not None:
-            with torch.no_grad():
-                setattr(module, name + START_SUFFIX, found.detach().to(module._buffers[name].device, copy=True))  # type: ignore[union-attr]
+            device = module.get_buffer(attribute).device
+            root._bayesify_scope.buffers.start[name] = found.detach().to(device, copy=True)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-class Reads(Protocol):
-    """A model's scope (`bayesify.core.reading.Scope`), as far as its blocks are concerned."""
-
-    root: nn.Module | None
-    method: Method
-    posteriors: list[Posterior]
-    sharded: bool
-    buffers: Buffers
-
-    @property
-    def now(self) -> Any:
-        """What the running thread does with the model."""
-
-
 class Block:
-    """A block of one model.
+    """A block of one model."""
 
-    A block that was entered inside a backward pass is meant for what runs there, recomputation or not.
-    """
-
-    def __init__(self, scope: Reads, mode: Mode) -> None:
+    def __init__(self, scope: Scope, mode: Mode) -> None:
         self.scope = scope
         self.mode = mode
-        self.in_backward = torch._C._current_autograd_node() is not None
+        self.in_backward = torch._C._current_autograd_node() is not None  # then it holds for recomputations too
         self.open = True
 
 
 _INSIDE: ContextVar[tuple[Block, ...]] = ContextVar("bayesify_blocks", default=())
 
 
+def block_of(scope: Scope) -> Block | None:
+    """Return the innermost block of a model that the running code is inside of."""
+    return next((b for b in reversed(_INSIDE.get()) if b.scope is scope and b.open), None)
+
+
 @contextmanager
-def override(scopes: Iterable[Reads], mode: Mode) -> Iterator[None]:
+def override(scopes: Iterable[Scope], mode: Mode) -> Iterator[None]:
     """Override train() and eval() of several models until the block is left."""
     blocks = [Block(scope, mode._replace(draw=mode.draw and mode.draw.part(i))) for i, scope in enumerate(scopes)]
     if mode.draw is not None:
@@ -326,35 +201,29 @@ def override(scopes: Iterable[Reads], mode: Mode) -> Iterator[None]:
 
 
 class TracedBlock:
-    """A block inside compiled code: it holds in the graph that it begins and ends in, and for nobody else.
+    """A block of one model inside compiled code; it holds in the graph that it begins and ends in, and nowhere else.
 
     Where the code is cut into several graphs, or none is made after all, it is a block as any other.
-
-    Args:
-        scopes: The models.
-        mean: Whether it is a `mean` block.
-        seed: As in `sample`, else.
     """
 
-    def __init__(self, scopes: Any, *, mean: bool = False, seed: int | None = None) -> None:
-        self.scopes, self.mean, self.seed = scopes, mean, seed
+    def __init__(self, scope: Scope, seed: int | None = None, *, mean: bool = False) -> None:
+        self.scope, self.seed, self.mean = scope, seed, mean
         self.graph = graph()
-        self.outer: list[Mode | None] = []
+        self.outer: Mode | None = None
         self.plain: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         """Put the mode where forwards of the same graph look first."""
-        if not torch.compiler.is_compiling() or self.graph != graph() or any(scope.sharded for scope in self.scopes):
-            self.plain = override(self.scopes, MEAN if self.mean else one_draw(draw_seeds(1, self.seed)[0]))
+        if not torch.compiler.is_compiling() or self.graph != graph() or self.scope.sharded:
+            self.plain = override([self.scope], MEAN if self.mean else one_draw(draw_seeds(1, self.seed)[0]))
             self.plain.__enter__()
             return
-        draw = None if self.mean else Draw(sample_seed(self.seed), pinned=True)
-        self.outer = [scope.now.mode for scope in self.scopes]
-        for i, scope in enumerate(self.scopes):
-            if draw is not None:
-                for posterior in scope.posteriors:
-                    posterior.check_ready()
-            scope.now.mode = MEAN if draw is None else Mode(draw=draw.part(i))
+        mode = MEAN
+        if not self.mean:
+            for posterior in self.scope.posteriors:
+                posterior.check_ready()
+            mode = Mode(draw=Draw(sample_seed(self.seed), pinned=True))
+        self.outer, self.scope.now.mode = self.scope.now.mode, mode
 
     def __exit__(self, *error: Any) -> None:
         """Put back what was there."""
@@ -362,10 +231,91 @@ class TracedBlock:
             self.plain.__exit__(*error)
             self.plain = None
             return
-        for scope, outer in zip(self.scopes, self.outer, strict=True):
-            scope.now.mode = outer
+        self.scope.now.mode = self.outer
 
 
-def block_of(scope: Reads) -> Block | None:
-    """Return the innermost block of a model that the running code is inside of."""
-    return next((b for b in reversed(_INSIDE.get()) if b.scope is scope and b.open), None)
+# -- past forwards -----------------------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """An outermost forward of the past: the autograd nodes that it made, by their numbers, and what it read."""
+
+    start: int  # the number of its first node
+    end: int  # one past its last; equal to `start` where it made none, as inside reentrant checkpointing
+    module: "weakref.ref[nn.Module]"
+    mode: Mode  # without its draw
+    seed: int | None = None  # of its draw
+    pinned: bool = False  # whether that came from a `sample` block
+    fresh: bool = False  # whether the forward took the seed from the global generator itself
+
+    @classmethod
+    def of(cls, mode: Mode, start: int, module: nn.Module) -> "Record":
+        """Return the record of a forward that ends now."""
+        known, drawn = (start, node_count(), weakref.ref(module), mode._replace(draw=None)), mode.draw
+        return cls(*known) if drawn is None else cls(*known, drawn.seed, drawn.pinned, drawn.fresh)
+
+    def again(self) -> Mode:
+        """Return the mode that reads the same."""
+        return self.mode if self.seed is None else self.mode._replace(draw=Draw(self.seed, pinned=self.pinned))
+
+    def is_drawn_again(self, module: nn.Module | None) -> bool:
+        """Return whether the recomputation by `module` runs the whole forward, so that it takes its seed once more."""
+        return self.fresh and (self.start == self.end or self.module() is module)
+
+    def contains(self, module: nn.Module | None) -> bool:
+        """Return whether a module lies inside the one that ran; None is some part of it."""
+        outer = self.module()
+        return module is None or (outer is not None and any(m is module for m in outer.modules()))
+
+
+def node_count() -> int:
+    """Return the number that this thread's next autograd node will have."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+class Past:
+    """The past forwards of a model, by thread, and the seeds that were drawn for them.
+
+    Autograd numbers its nodes in the order in which a thread makes them. A forward is known by its thread and the
+    numbers of its nodes, a recomputation by the node on whose behalf it runs, whatever kind of checkpointing it is.
+    """
+
+    def __init__(self) -> None:
+        self.threads: OrderedDict[int, deque[Record]] = OrderedDict()
+        self.seeds: deque[int] = deque(maxlen=REMEMBERED_FORWARDS)
+        self._lock = threading.Lock()
+
+    def remember(self, thread: "deque[Record]", record: Record) -> None:
+        """Keep a finished forward; the threads that were longest without one make room for new threads."""
+        with self._lock:
+            self.threads[id(thread)] = thread
+            self.threads.move_to_end(id(thread))
+            if len(self.threads) > REMEMBERED_THREADS:
+                self.threads.popitem(last=False)
+            # Of forwards in a row that made no nodes, as in evaluation, the first is enough.
+            if record.end > record.start or not thread or thread[-1][:2] != record[:2]:
+                thread.append(record)
+
+    def find(self, node: Any, module: nn.Module | None) -> Record | None:
+        """Return the forward that a recomputation of a module (None: some part of a model) for a node repeats."""
+        with self._lock:
+            found = [r for t in self.threads.values() if (r := _made(t, node._sequence_nr(), module)) is not None]
+        if len({record[3:] for record in found}) > 1:
+            raise RuntimeError(
+                f"a {type(module).__name__} is recomputed inside a backward pass, and forwards of several threads may "
+                "be meant; run the forwards of one model, and their backward passes, in one thread"
+            )
+        return found[0] if found else None
+
+
+def _made(thread: Sequence[Record], number: int, module: nn.Module | None) -> Record | None:
+    """Return the forward of a thread that made a node, or that ran right after it without making any."""
+    after = None
+    for record in reversed(thread):
+        if record.end <= number:
+            break
+        if record.start <= number + (record.start == record.end) and record.contains(module):
+            if record.end > record.start:
+                return record
+            after = record  # reentrant checkpointing makes its node first and then runs the forward, which makes none
+    return after

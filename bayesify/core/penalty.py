@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.compile import posterior_of
 from bayesify.core.distributed import over_processes, part, part_of
+from bayesify.core.draws import known_by
 from bayesify.core.posterior import Posterior, Step, check_versions, holding
 from bayesify.core.prior import Part, host, nearest, quadratic_energy, step_size, summed, wide
 from bayesify.core.reading import Scope
@@ -268,7 +268,7 @@ def _split(terms: Terms, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]
 )
 def _penalty(posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]) -> Tensor:
     """Return the penalty of one model."""
-    terms = Terms([posterior_of(p) for p in posteriors], scale, strength, floor)
+    terms = Terms([known_by(p) for p in posteriors], scale, strength, floor)
     with torch.no_grad():
         return _combined(_held_numbers(terms, _split(terms, tuple(tensors))), terms).to(wide(tensors[0]))
 
@@ -287,7 +287,7 @@ def _gradients(
     grad: Tensor, posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the penalty of one model."""
-    terms = Terms([posterior_of(p) for p in posteriors], scale, strength, floor)
+    terms = Terms([known_by(p) for p in posteriors], scale, strength, floor)
     every = _split(terms, tuple(tensors))
     with torch.no_grad():
         found = gradients(terms, every, grad, _held_numbers(terms, every))

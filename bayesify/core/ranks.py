@@ -1,21 +1,30 @@
-"""The processes of a distributed run: sums over them, what replicas must agree on, and the seeds of draws."""
+"""The processes of a distributed run: sums over them, what replicas must agree on, seeds, and thetas of shards."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bayesify.engine import noise as noises
 
+Posterior = Any  # bayesify.core.posterior.Posterior, and below bayesify.core.reading.Scope, which import this file
+Scope = Any
+
+
+def in_a_group() -> bool:
+    """Return whether this process is in a group of torch.distributed, perhaps alone."""
+    return dist.is_available() and dist.is_initialized()
+
 
 def several() -> bool:
     """Return whether there is more than one process."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return in_a_group() and dist.get_world_size() > 1
 
 
 def gathered(value: Any) -> list[Any]:
@@ -28,12 +37,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def sum_over(totals: dict[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Add up tensors by name, in place; a process that has none of a name counts as zero.
-
-    Args:
-        totals: This process's.
-        like: The parameters, for the device of what is missing.
-    """
+    """Add up tensors by name, in place; what a process lacks is zero, on the device of the parameter in `like`."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for found in gathered({name: (tuple(t.shape), t.dtype) for name, t in totals.items()}):
         shapes.update(found)
@@ -44,7 +48,7 @@ def sum_over(totals: dict[str, Tensor], like: Mapping[str, Tensor]) -> None:
         dist.all_reduce(totals[name])
 
 
-def agree(scope: Any) -> None:
+def agree(scope: Scope) -> None:
     """Take over prior, moments and results of rank 0 in the first forward under DistributedDataParallel.
 
     Replicas that were built from different random numbers get the weights of rank 0 when they are wrapped, and prior
@@ -73,26 +77,23 @@ def agree(scope: Any) -> None:
         posterior._look_at_center()
 
 
-def in_a_group() -> bool:
-    """Tell whether this process is one of several that torch.distributed has brought together."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+# -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def training_seed() -> int:
     """Take a seed from torch's global generator; ranks that share its state still draw apart."""
     seed = noises.global_seed()
-    return noises.mix(seed, torch.distributed.get_rank()) if in_a_group() else seed
+    return noises.mix(seed, dist.get_rank()) if in_a_group() else seed
 
 
 def shared_seed() -> int:
-    """Take a seed from torch's global generator; in a process group, that of rank 0 on all ranks.
+    """Take a seed from torch's global generator; with several processes, which must all come here, that of rank 0.
 
-    So all ranks must come here together. The chains of replicas must move alike, and a prediction that is spread over
-    ranks must be one model's.
+    The chains of replicas must move alike, and a prediction that is spread over ranks must be one model's.
     """
     seed = [noises.global_seed()]
-    if in_a_group() and torch.distributed.get_world_size() > 1:
-        torch.distributed.broadcast_object_list(seed)
+    if several():
+        dist.broadcast_object_list(seed)
     return seed[0]
 
 
@@ -114,5 +115,55 @@ def draw_seeds(n: int, seed: int | None) -> list[int]:
 
 
 def is_whole(value: Any) -> bool:
-    """Tell whether this is an integer, Python's or numpy's."""
+    """Return whether this is an integer, Python's or numpy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+class Remaking:
+    """The thetas of one forward of a sharded model: backward makes them again, when FSDP2 has gathered the parameters.
+
+    A layer's backward pass needs its weights. FSDP2 frees those of a plain model after the layer's forward; a theta
+    in the graph would stay whole on every process, for every layer at once.
+    """
+
+    def __init__(self) -> None:
+        self.thetas: dict[int, tuple[Posterior, int, Tensor]] = {}  # by their memory
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        """Let graphs keep their tensors again."""
+        self._hooks.__exit__()
+        self.thetas.clear()
+
+    def add(self, posterior: Posterior, seed: int, theta: Tensor) -> None:
+        """Keep a theta out of the graph."""
+        self.thetas[theta.untyped_storage().data_ptr()] = posterior, seed, theta
+
+    def drop(self, inside: Collection[nn.Module]) -> None:
+        """Free the thetas of modules whose parameters are sharded again."""
+        self.thetas = {place: known for place, known in self.thetas.items() if known[0] not in inside}
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or not tensor.numel():
+            return tensor
+        known = self.thetas.get(tensor.untyped_storage().data_ptr())
+        if known is None:
+            return tensor
+        posterior, seed, theta = known
+        offset = int(tensor.storage_offset() - theta.storage_offset())
+        return partial(_remade, posterior, seed, tensor.shape, tensor.stride(), offset)
+
+
+def _unpack(kept: Any) -> Any:
+    return kept() if isinstance(kept, partial) else kept
+
+
+@torch.no_grad()
+def _remade(posterior: Posterior, seed: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """Return a theta once more, or a view of it."""
+    theta: Tensor = posterior.drawn(posterior.original, seed)
+    return theta.as_strided(size, stride, theta.storage_offset() + offset)

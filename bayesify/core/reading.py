@@ -2,7 +2,7 @@
 
 Hooks on every module tell the model's `Scope` where a forward begins and ends. The outermost one opens a `Frame`, which
 holds a draw; reads look their theta up in it. A forward of the root always opens a frame of its own. A module that is
-called alone is its own outermost forward, and a read outside of every forward is one that is a single parameter wide.
+called alone is its own outermost forward, and so is a read outside of every forward.
 
 Inside a backward pass a forward is a recomputation, and reads what the forward that it repeats has read. In compiled
 code the draw's seed is a tensor, so that one graph serves all draws.
@@ -12,6 +12,7 @@ import copy
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
@@ -19,16 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bayesify.core.compile import enroll, graph, training_seed_of
 from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself, whole
+from bayesify.core.draws import Draw, graph, numbered, training_seed_of
 from bayesify.core.method import Method
-from bayesify.core.modes import BY_TRAINING_FLAG, MEAN, NOWHERE, PRIOR, Buffers, Draw, Mode, Traced, block_of
+from bayesify.core.modes import BY_TRAINING_FLAG, REMEMBERED_FORWARDS, Buffers, Mode, Past, Record, block_of, node_count
 from bayesify.core.posterior import Posterior
-from bayesify.core.ranks import agree, shared_seed, training_seed
-from bayesify.core.recompute import Past, Record, Remaking, Track, node_count
+from bayesify.core.ranks import Remaking, agree, shared_seed, training_seed
 
 OURS = (parametrize.ParametrizationList, Posterior)  # no modules of the model's own
-FORWARD = 9  # calls between a line that calls a model and a warning in its forward: hooks, and torch's own
+FORWARD = 8  # calls between a line that calls a model and a warning in its forward: hooks, and torch's own
 
 
 class Site(NamedTuple):
@@ -40,16 +40,15 @@ class Site(NamedTuple):
 
 
 class Frame:
-    """One outermost forward: the modules that run, what they read, and the thetas that they have read so far."""
+    """One outermost forward."""
 
-    def __init__(self, mode: Mode, start: int = 0) -> None:
+    def __init__(self, mode: Mode, start: int = 0, graph: str = "") -> None:
         self.mode = mode
-        self.start = start
-        self.stack: list[nn.Module] = []
-        self.thetas: dict[Posterior, Tensor] = {}
+        self.start = start  # the number of its first autograd node
+        self.graph = graph  # the one that it began in, in compiled code
+        self.stack: list[nn.Module] = []  # the modules that run
+        self.thetas: dict[Any, Tensor] = {}  # what was read, by posterior; in a graph by name and need of a gradient
         self.remaking: Remaking | None = None
-        self.traced = NOWHERE
-        self.compiled = False
 
     def close(self) -> None:
         """Let graphs keep their tensors again."""
@@ -59,12 +58,12 @@ class Frame:
 
 
 class Now:
-    """What one thread does with a model: its running forward, its past ones, and a block inside compiled code."""
+    """What one thread does with a model."""
 
     def __init__(self) -> None:
-        self.frame: Frame | None = None
-        self.track = Track()
-        self.mode: Mode | None = None
+        self.frame: Frame | None = None  # the forward that runs
+        self.past: deque[Record] = deque(maxlen=REMEMBERED_FORWARDS)
+        self.mode: Mode | None = None  # of a block inside compiled code
         self.watched: Collection[Posterior] = ()  # by a prediction that asks what a module depends on
         self.touched = False
 
@@ -80,26 +79,26 @@ class Scope:
     """The reads of one bayesified model: its running forwards, by thread, and its memory of past ones."""
 
     def __init__(self, root: nn.Module, method: Method, posteriors: list[Posterior], sites: list[Site]) -> None:
-        self.root: nn.Module | None = root
+        self.root: nn.Module | None = root  # None where only a part of the model was copied
         self.method = method
         self.posteriors = posteriors
         self.sites = sites
         self.recurrent = [m for m in root.modules() if isinstance(m, nn.RNNBase)]
-        self.replica_of: weakref.ref[nn.Module] | None = None
-        self.sharded = False
-        self.step_draw: Draw | None = None
-        self.penalized = all(p.flat for p in posteriors)  # or needs no penalty
-        self.starts_at_prior = False
-        """Whether the means were the prior means when `bayesify` was called."""
-        self.frozen: tuple[str, ...] = ()
-        """The parameters that have no posterior since they were frozen when `bayesify` was called."""
-        self.told: set[str] = set()
-        self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         self.buffers = Buffers()
-        self._forget()
+        self.sharded = False
+        self.replica_of: weakref.ref[nn.Module] | None = None
+        self.step_draw: Draw | None = None  # of an optimizer whose steps have one draw each
+        self.penalized = all(p.flat for p in posteriors)  # whether a penalty was computed, or need not be
+        self.starts_at_prior = False  # whether the means were the prior means when `bayesify` was called
+        self.frozen: tuple[str, ...] = ()  # the parameters without a posterior since they were frozen then
+        self.told: set[str] = set()  # the kinds of warnings that were given
+        self.scores: dict[str, float] = {}  # of an evaluation, for the model card
+        self._reset()
 
-    def _forget(self) -> None:
-        self.number = enroll(self, self.posteriors)
+    def _reset(self) -> None:
+        for posterior in self.posteriors:
+            posterior._number = numbered(posterior)
+        self.number = numbered(self)
         self.links: list[tuple[dict[str, Any], str, nn.Module]] = []
         self._thread = Thread()
         self._past = Past()
@@ -110,14 +109,17 @@ class Scope:
         copied = object.__new__(Scope)
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__)
-        copied.root = memo.get(id(self.root))  # none where only a part of the model is copied
+        copied.root = memo.get(id(self.root))
         for name in ("posteriors", "sites", "recurrent", "buffers"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         copied.step_draw = copied.replica_of = None
         copied.penalized = True  # nobody knows what a copy is for
         copied.told, copied.scores = set(self.told), dict(self.scores)
-        copied._forget()
+        copied._reset()
         return copied
+
+    def __reduce__(self) -> Any:
+        refuse_to_pickle(self)
 
     @property
     def now(self) -> Now:
@@ -137,14 +139,18 @@ class Scope:
         """
         return (posterior if self.root is None else self.root).training
 
-    # -- forwards ----------------------------------------------------------------------------------------------
+    # -- forwards ------------------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module) -> None:
-        """Begin a module's forward; the outermost one decides what is read.
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Begin a module's forward, as a hook of it; the outermost one decides what is read.
 
         What an interrupt (no `Exception`) has left open is closed by the next forward of the same module.
         """
         frame = self.now.frame
+        if torch.compiler.is_compiling():
+            if frame is None or module is self.root:
+                self.now.frame = self._begin_compiled(module)
+            return
         if frame is None or module is self.root or module is frame.stack[0]:
             if frame is not None:
                 frame.close()
@@ -154,9 +160,13 @@ class Scope:
                 frame.remaking = Remaking()
         frame.stack.append(module)
 
-    def leave(self, module: nn.Module) -> None:
-        """End a module's forward, by return or by exception."""
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a module's forward, by return or by exception, as a hook of it."""
         frame = self.now.frame
+        if torch.compiler.is_compiling():
+            if frame is not None and frame.graph and frame.stack[0] is module:
+                self.now.frame = None
+            return
         if frame is None or not any(m is module for m in frame.stack):
             return
         while frame.stack.pop() is not module:
@@ -165,28 +175,17 @@ class Scope:
             inside = set(module.modules())
             frame.thetas = {p: theta for p, theta in frame.thetas.items() if p not in inside}
             if frame.remaking is not None:
-                frame.remaking.drop(module)
+                frame.remaking.drop(inside)
         if not frame.stack:
             frame.close()
             self.now.frame = None
             forget_weights(self.recurrent)
-            self._past.remember(self.now.track, Record.of(frame.mode, frame.start, module))
-
-    def enter_compiled(self, module: nn.Module) -> None:
-        """Begin a module's forward in compiled code; only an outermost one leaves a trace."""
-        if self.now.frame is None or module is self.root:
-            self.now.frame = self._begin_compiled(module)
-
-    def leave_compiled(self, module: nn.Module) -> None:
-        """End a module's forward in compiled code."""
-        frame = self.now.frame
-        if frame is not None and frame.compiled and frame.stack[0] is module:
-            self.now.frame = None
+            self._past.remember(self.now.past, Record.of(frame.mode, frame.start, module))
 
     def _begin(self, module: nn.Module) -> Frame:
         """Choose the mode of an outermost forward."""
         if module is self.root:
-            self.look_for_replaced()
+            self._look_for_replaced()
         if getattr(module, "_is_replica", False):
             raise RuntimeError(
                 "a replica of nn.DataParallel runs in a thread that knows nothing of mean, sample and predict around "
@@ -196,41 +195,36 @@ class Scope:
         if not self.sharded and self.root is not None:
             self.sharded = follow_at_work(self.root, self.posteriors)
         node, start = torch._C._current_autograd_node(), node_count()
-        sampled = self._sampled_under(module)
+        inside = self._random_under(module)
+        sampled = any(p.stochastic and self.trains(p) for p in inside)
         block = block_of(self)
         mode = BY_TRAINING_FLAG if block is None else block.mode
         if node is not None and not (block is not None and block.in_backward):
-            mode = self._recall(module, node, mode, fresh=bool(sampled))
+            mode = self._recall(module, node, mode, fresh=sampled)
         elif mode is BY_TRAINING_FLAG and sampled:
-            mode = Mode(draw=self.step_draw or Draw(self._past.remember_seed(self._seed()), fresh=True))
+            mode = Mode(draw=self.step_draw or Draw(self._fresh_seed(), fresh=True))
         self.buffers.put(self.root, start=mode.start)
         frame = Frame(mode, start)
         if mode.draw is not None and not isinstance(module, Posterior):
-            inside = self._random_under(module)
-            frame.thetas.update(mode.draw.all_thetas([p for p in inside if self._draws(mode, p) and not p.particles]))
+            frame.thetas.update(mode.draw.all_thetas(p for p in inside if self._draws(mode, p) and not p.particles))
         return frame
 
     def _begin_compiled(self, module: nn.Module) -> Frame:
-        """Choose the mode of an outermost forward, as `_begin` does."""
+        """Choose the mode of an outermost forward in compiled code, as `_begin` does."""
         block = block_of(self)
         mode = self.now.mode or (BY_TRAINING_FLAG if block is None else block.mode)
-        if mode is BY_TRAINING_FLAG and self._sampled_under(module):
-            whole = module is self.root
-            mode = Mode(draw=self.step_draw or Draw(training_seed_of(self.number, whole), fresh=True))
-        frame = Frame(mode)
-        frame.traced, frame.compiled = Traced(graph()), True
+        if mode is BY_TRAINING_FLAG and any(p.stochastic and self.trains(p) for p in self._random_under(module)):
+            seed = training_seed_of(self.number, module is self.root)
+            mode = Mode(draw=self.step_draw or Draw(seed, fresh=True))
+        frame = Frame(mode, graph=graph())
         frame.stack.append(module)
         return frame
 
     def compiled_seed(self, *, whole: bool) -> int:
-        """Return the seed of a training forward in compiled code, when it runs.
-
-        Args:
-            whole: Whether the forward is the model's, or that of a part of it.
-        """
+        """Return the seed of a training forward in compiled code, of the whole model or of a part, when it runs."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return self._past.remember_seed(self._seed())
+            return self._fresh_seed()
         mode = self._recall(self.root if whole else None, node, BY_TRAINING_FLAG, fresh=True)
         if mode.draw is None:
             raise RuntimeError(
@@ -243,19 +237,20 @@ class Scope:
         """Take the seed of a training forward from the global generator."""
         return shared_seed() if self.method.same_draw else training_seed()
 
-    def _sampled_under(self, module: nn.Module) -> list[Posterior]:
-        """Return the posteriors inside a module that train() samples now."""
-        return [p for p in self._random_under(module) if p.stochastic and self.trains(p)]
+    def _fresh_seed(self) -> int:
+        """Take the seed of a training forward, and remember it for recomputations."""
+        seed = self._seed()
+        self._past.seeds.appendleft(seed)
+        return seed
 
     def _random_under(self, module: nn.Module) -> list[Posterior]:
         """Return the posteriors inside a module that have something to sample."""
+        inside: Iterable[nn.Module] = module.modules()
         if isinstance(module, Posterior):
-            inside: Iterable[Posterior] = (module,)
+            inside = (module,)
         elif getattr(module, "_bayesify_scope", None) is self:
             inside = self.posteriors
-        else:
-            inside = (m for m in module.modules() if isinstance(m, Posterior) and m.reader is self)
-        return [p for p in inside if p.random]
+        return [p for p in inside if isinstance(p, Posterior) and p.reader is self and p.random]
 
     def _recall(self, module: nn.Module | None, node: Any, mode: Mode, *, fresh: bool) -> Mode:
         """Return the mode of the forward that a recomputation inside a backward pass repeats.
@@ -268,9 +263,7 @@ class Scope:
         if record is None and (mode is not BY_TRAINING_FLAG or not fresh):
             return mode
         if record is not None and not record.is_drawn_again(module):
-            if record.seed is not None:
-                return Mode(draw=Draw(record.seed, pinned=record.pinned))
-            return PRIOR if record.prior else MEAN if record.mean else BY_TRAINING_FLAG
+            return record.again()
         state = torch.get_rng_state()
         seed = self._seed()
         if seed in self._past.seeds:
@@ -283,7 +276,7 @@ class Scope:
             "another purpose there, do it under bayesify.mean(model) or bayesify.sample(model, seed=...)"
         )
 
-    # -- reads -------------------------------------------------------------------------------------------------
+    # -- reads ---------------------------------------------------------------------------------------------------------
 
     def read(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return the theta that a read of a posterior sees now."""
@@ -317,7 +310,12 @@ class Scope:
                 frame.thetas[posterior] = posterior.member_theta(original, mode.member)
             return frame.thetas[posterior]
         if torch.compiler.is_compiling():
-            return frame.traced.theta(draw, posterior, original)
+            if frame.graph != graph():  # a compiler knows nothing of what another graph has made
+                return draw.theta(posterior, original)
+            key = posterior.name, torch.is_grad_enabled()
+            if key not in frame.thetas:
+                frame.thetas[key] = draw.theta(posterior, original)
+            return frame.thetas[key]
         theta = frame.thetas.get(posterior)
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
             if posterior.layout is not None:
@@ -327,9 +325,9 @@ class Scope:
                 frame.remaking.add(posterior, draw.seed, theta)
         return theta
 
-    # -- mistakes ----------------------------------------------------------------------------------------------
+    # -- mistakes ------------------------------------------------------------------------------------------------------
 
-    def look_for_replaced(self) -> None:
+    def _look_for_replaced(self) -> None:
         """Warn, once, where a forward finds that a module with posteriors was replaced; a lookup for each child."""
         if any(children.get(name) is not child for children, name, child in self.links):
             self.links = []
@@ -344,12 +342,7 @@ class Scope:
             ]
 
     def warn_of_replaced(self, modules: Iterable[nn.Module], level: int = 4) -> None:
-        """Warn, once, where a module with posteriors is not among those that the model has now.
-
-        Args:
-            modules: Those.
-            level: How many calls above is the caller that the warning points at.
-        """
+        """Warn, once, where a module with posteriors is not among those of the model, `level` calls above this one."""
         if "replaced" not in self.told and (why := self.replaced(modules)):
             self.told.add("replaced")
             warnings.warn(why, stacklevel=level)
@@ -357,10 +350,8 @@ class Scope:
     def replaced(self, modules: Iterable[nn.Module]) -> str | None:
         """Return what is wrong where a module was replaced after `bayesify`; `modules` are those of the model now."""
         present = set(map(id, modules))
-        if id(self.root) not in present:
-            return None  # a part of the model
         gone = [s for s in self.sites if id(s.module) not in present]
-        if not gone:
+        if not gone or id(self.root) not in present:  # without the root it is a part of the model
             return None
         kept: Any = gone[0].module.parametrizations
         return (
@@ -394,3 +385,16 @@ def forget_weights(modules: list[nn.RNNBase]) -> None:
         module._flat_weights = [
             kept[name].original if name in kept else getattr(module, name, None) for name in module._flat_weights_names
         ]
+
+
+def scope_behind(hook: Any) -> Any:
+    """Return the scope that a hook on a module belongs to, if any."""
+    return getattr(hook, "scope", getattr(hook, "__self__", None))
+
+
+def refuse_to_pickle(part: Any) -> Any:
+    """Say how a bayesified model is kept, in the place of torch's own refusal."""
+    raise RuntimeError(
+        "a bayesified model cannot be pickled, nor copied without its parameters: this is only supported through "
+        "state_dict(), bayesify.save and load, and copy.deepcopy"
+    )

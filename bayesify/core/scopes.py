@@ -1,8 +1,10 @@
-"""Find the bayesified models inside a module, and name the mistakes that they show."""
+"""The bayesified models inside a module: their posteriors, blocks, parameter groups and mistakes."""
 
+import difflib
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
 
@@ -11,8 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from bayesify.core.distributed import follow, part, rest
+from bayesify.core.draws import Draw
+from bayesify.core.modes import MEAN, PRIOR, Mode, TracedBlock, one_draw, override
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import wide
+from bayesify.core.prior import RATE, step_size, wide
+from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
 
 NOISE = "bayesify_noise"  # the module in a regression model that learns its noise (`bayesify.core.gaussian_noise`)
@@ -41,26 +46,35 @@ def not_bayesian(model: nn.Module) -> ValueError:
 
 
 def scopes_of(model: nn.Module) -> list[Scope]:
-    """Return the scopes of every bayesified model inside a module.
-
-    Raises:
-        ValueError: There are none.
-    """
-    found: dict[int, Any] = {}
+    """Return the scopes of every bayesified model inside a module, or raise a ValueError where there is none."""
     check_module(model)
     modules = list(model.modules())
-    for module in modules:
-        if isinstance(module, Posterior) and module.reader is not None:
-            found[id(module.reader)] = module.reader
+    found: dict[int, Any] = {id(m.reader): m.reader for m in modules if isinstance(m, Posterior) and m.reader}
     if not found:
         raise not_bayesian(model)
     scopes: list[Scope] = list(found.values())
-    if torch.compiler.is_compiling():
-        return scopes
-    for scope in scopes:
-        scope.sharded = follow(scope.posteriors)
-        scope.warn_of_replaced(modules)
+    if not torch.compiler.is_compiling():
+        for scope in scopes:
+            scope.sharded = follow(scope.posteriors)
+            scope.warn_of_replaced(modules)
     return scopes
+
+
+def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
+    """Return the one bayesified model inside a module, and its scope."""
+    check_module(model)
+    roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
+    if not roots:
+        raise not_bayesian(model)
+    if len(roots) > 1:
+        raise ValueError(f"{len(roots)} parts of the model were bayesified on their own; save and load each by itself")
+    scope: Any = roots[0]._bayesify_scope
+    rest(model)
+    follow(scope.posteriors)
+    scope.buffers.put(roots[0], start=False)
+    if why := scope.replaced(roots[0].modules()):
+        raise ValueError(why)
+    return roots[0], scope
 
 
 def named_posteriors(model: nn.Module) -> Iterator[tuple[str, Posterior]]:
@@ -93,89 +107,240 @@ def plain_name(path: str) -> str:
     return head + attribute
 
 
-def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
-    """Return the one bayesified model inside a module, and its scope."""
-    check_module(model)
-    roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
-    if not roots:
-        raise not_bayesian(model)
-    if len(roots) > 1:
-        raise ValueError(f"{len(roots)} parts of the model were bayesified on their own; save and load each by itself")
-    scope: Any = roots[0]._bayesify_scope
-    rest(model)
-    follow(scope.posteriors)
-    scope.buffers.put(roots[0], start=False)
-    if why := scope.replaced(roots[0].modules()):
-        raise ValueError(why)
-    return roots[0], scope
+# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def mistakes(scope: Scope, *, spread: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the kind of each mistake that a model shows, and what to do about it.
+def mean(model: nn.Module) -> AbstractContextManager[None]:
+    """Use the posterior mean inside a `with` block, even in train mode.
 
     Args:
-        scope: The model's.
-        spread: Whether the spread is of interest, as for samples.
+        model: A bayesified model, or a module that contains one.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, mean
+        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> with mean(model):
+        ...     bool((model(x) == model(x)).all())
+        True
     """
-    posteriors, root = scope.posteriors, scope.root
+    scopes = scopes_of(model)
+    if torch.compiler.is_compiling() and len(scopes) == 1:
+        return TracedBlock(scopes[0], mean=True)
+    return override(scopes, MEAN)
+
+
+def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[None]:
+    """Use one posterior sample for a whole `with` block: a generation, a loader, an evaluation.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        seed: Which sample; None takes one number from torch's global generator.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, sample
+        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> with sample(model, seed=3):
+        ...     bool((model(x) == model(x)).all())
+        True
+    """
+    scopes = scopes_of(model)
+    if torch.compiler.is_compiling() and len(scopes) == 1:
+        return TracedBlock(scopes[0], seed)
+    return override(scopes, one_draw(draw_seeds(1, seed)[0]))
+
+
+def prior(model: nn.Module) -> AbstractContextManager[None]:
+    """Use the prior mean inside a `with` block, with the model's buffers as they were at `bayesify`.
+
+    By default this is the pretrained model: its weights are the prior mean, and its buffers (BatchNorm's running
+    statistics) are kept for this. Parameters that are not Bayesian are read as they are now. Of a mixture it is the
+    prior of the first member.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, prior
+        >>> model, x = torch.nn.Linear(3, 2), torch.ones(1, 3)
+        >>> pretrained = model(x)
+        >>> with torch.no_grad():
+        ...     _ = bayesify(model, "vanilla").parametrizations.weight.original.add_(1.0)
+        >>> with prior(model):
+        ...     torch.equal(model(x), pretrained)
+        True
+    """
+    return override(scopes_of(model), PRIOR)
+
+
+def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
+    """Loop over posterior samples: inside each turn the model is one of them.
+
+    Draw i is the same theta whatever the data or the batch size. The modes are restored when the loop ends or breaks.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        n: How many samples.
+        seed: Which samples; None takes one number from torch's global generator.
+
+    Yields:
+        The number of the draw, from 0.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, samples
+        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
+        >>> len({model(x).sum().item() for _ in samples(model, 5, seed=0)})
+        5
+    """
+    if not is_whole(n) or n < 0:
+        raise ValueError(f"n must be an integer >= 0, got {n!r}")
+    return _samples(scopes_of(model), draw_seeds(n, seed))
+
+
+def _samples(scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
+    for i, seed in enumerate(seeds):
+        with override(scopes, Mode(draw=Draw(seed, pinned=True), member=i)):
+            yield i
+
+
+# -- parameter groups --------------------------------------------------------------------------------------------------
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    *,
+    lr_head: float | None = None,
+    lr_sig: float | None = None,
+    head: nn.Module | str | Sequence[nn.Module | str] | None = None,
+) -> list[dict[str, Any]]:
+    """Split a model's trainable parameters into groups that an optimizer takes.
+
+    Every posterior parameter has weight decay 0: the penalty is what regularizes it, and decay would pull sigma away.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        lr: Learning rate of everything that has no other.
+        lr_head: Learning rate of the head.
+        lr_sig: Learning rate of the posteriors' own parameters (VI's rho), `lr` by default. Where they take natural
+            steps it is the relative change of s in a step, 0.05 by default: the group's rate is that over the factor
+            that keeps these gradients small, for SGD and for the relatives of Adam (by their `eps`).
+        head: The head, as a module of the model or its exact name; several of them for a model with several.
+
+    Returns:
+        Groups named "body", "head", "sig" and, for what is not Bayesian, "rest"; empty ones are left out.
+
+    Raises:
+        ValueError: A learning rate is not positive, `lr_head` comes without `head`, or the head is not in the model.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, param_groups
+        >>> model = bayesify(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)))
+        >>> [(g["name"], g["lr"]) for g in param_groups(model, 0.1, lr_head=1.0, head="1")]
+        [('body', 0.1), ('head', 1.0), ('sig', 22.36...)]
+    """
+    scopes = scopes_of(model)
+    for name, value in {"lr": lr, "lr_head": lr_head, "lr_sig": lr_sig}.items():
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+    if lr_head is not None and head is None:
+        raise ValueError("lr_head needs head=, the module that it is for (or its name)")
+    heads = [] if head is None else head if isinstance(head, (list, tuple)) else [head]
+    in_head = {id(p) for h in heads for p in _find_head(model, h).parameters()}
+    body = {id(p.original) for scope in scopes for p in scope.posteriors}
+    spreads = {id(t): i for i, scope in enumerate(scopes) for p in scope.posteriors for t in p.learnable()}
+    groups: dict[Any, dict[str, Any]] = {
+        "body": {"name": "body", "params": [], "lr": lr, "weight_decay": 0.0},
+        "head": {"name": "head", "params": [], "lr": lr_head or lr, "weight_decay": 0.0},
+    }
+    for i, scope in enumerate(scopes):
+        groups[i] = {"name": "sig", "params": [], **_spread(scope.posteriors, lr, lr_sig), "weight_decay": 0.0}
+    groups["rest"] = {"name": "rest", "params": [], "lr": lr}
+    for param in model.parameters():
+        if param.requires_grad:
+            kind = "head" if id(param) in in_head else "body" if id(param) in body else "rest"
+            groups[spreads.get(id(param), kind)]["params"].append(param)
+    return [group for group in groups.values() if group["params"]]
+
+
+def _spread(posteriors: Sequence[Posterior], lr: float, lr_sig: float | None) -> dict[str, Any]:
+    """Return the options of the group of a model's spreads."""
+    natural = sum(p.shape.numel() for p in posteriors if p.natural)
+    if not natural:
+        return {"lr": lr_sig or lr}
+    # Natural steps are steps of SGD without momentum, which an Adam with a large eps makes too.
+    return {"lr": (lr_sig or RATE) / step_size(natural), "momentum": 0.0, "eps": 1.0}
+
+
+def _find_head(model: nn.Module, head: Any) -> nn.Module:
+    """Return the head as a module of the model."""
+    if isinstance(head, str):
+        try:
+            return model.get_submodule(head)
+        except AttributeError:
+            names = [name for name, module in model.named_modules() if name and "parametrizations" not in name]
+            near = [n for n in names if n.endswith(head)] or difflib.get_close_matches(head, names) or names[-1:]
+            raise ValueError(
+                f"head {head!r} is not a module of the model; give its full name, e.g. {near[:3]}"
+            ) from None
+    if not isinstance(head, nn.Module):
+        raise TypeError(f"head must be a module or its name, got {head!r}")
+    if not any(m is head for m in model.modules()):
+        raise ValueError(f"head is a {type(head).__name__} that is not part of the model; pass model.<head> itself")
+    return head
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def mistakes(scope: Scope, *, spread: bool = True) -> dict[str, str]:
+    """Return the mistakes that a model shows, by kind, and what to do about them; `spread` is whether it matters."""
     if (name := _not_finite(scope)) is not None:
-        yield (
-            "finite",
-            (
-                f"the weights are not finite, {name!r} first: training diverged; lower the learning rate and train "
-                "again from finite weights"
-            ),
-        )
-        return
+        text = "training diverged; lower the learning rate and train again from finite weights"
+        return {"finite": f"the weights are not finite, {name!r} first: {text}"}
+    found, posteriors = dict[str, str](), scope.posteriors
     if spread and posteriors and all(p.untrained for p in posteriors):
-        yield (
-            "spread",
-            (
-                f"the spread of the posterior was never trained: {posteriors[0].untrained}, so samples hardly "
-                "differ from the mean, or say nothing about the data"
-            ),
+        found["spread"] = (
+            f"the spread of the posterior was never trained: {posteriors[0].untrained}, so samples hardly differ from "
+            "the mean, or say nothing about the data"
         )
     if not scope.penalized and any(_trained(p, scope) for p in posteriors):
-        yield (
-            "penalty",
-            (
-                "no penalty was ever computed, though the model was trained: add bayesify.penalty(model, num_data) to "
-                "the loss (with Hugging Face's Trainer use bayesify.integrations.huggingface.BayesTrainer, which does)"
-            ),
+        found["penalty"] = (
+            "no penalty was ever computed, though the model was trained: add bayesify.penalty(model, num_data) to the "
+            "loss (with Hugging Face's Trainer use bayesify.integrations.huggingface.BayesTrainer, which does)"
         )
-    params = {} if root is None else dict(root.named_parameters())
+    params = {} if scope.root is None else dict(scope.root.named_parameters())
     if thawed := [name for name in scope.frozen if name in params and params[name].requires_grad]:
-        yield (
-            "thawed",
-            (
-                f"{thawed[0]!r} and {len(thawed) - 1} others were frozen when bayesify was called and train now: they "
-                "have no posterior; unfreeze first, or pass include= to bayesify"
-            ),
+        found["thawed"] = (
+            f"{thawed[0]!r} and {len(thawed) - 1} others were frozen when bayesify was called and train now: they have "
+            "no posterior; unfreeze first, or pass include= to bayesify"
         )
+    return found
 
 
 def warn_of_mistakes(scopes: Sequence[Scope], *, spread: bool = True, stacklevel: int = 3) -> None:
     """Warn of the mistakes that models show, of each kind once per model."""
     for scope in scopes:
-        for kind, text in mistakes(scope, spread=spread):
+        for kind, text in mistakes(scope, spread=spread).items():
             if kind not in scope.told:
                 scope.told.add(kind)
                 warnings.warn(text, stacklevel=stacklevel)
 
 
 def check_averaged(model: nn.Module) -> None:
-    """Raise where a posterior's state has not followed an average of the parameters.
-
-    Raises:
-        ValueError: The model is inside an `AveragedModel`, and its spread is what training collects.
-    """
+    """Raise a ValueError for an `AveragedModel` of a method whose spread is what training collects."""
     for averaged in (m for m in model.modules() if isinstance(m, AveragedModel)):
-        for scope in {p.reader for p in averaged.modules() if isinstance(p, Posterior) and isinstance(p.reader, Scope)}:
-            if scope.method.optimizer or scope.method.stages is not None:
+        readers: list[Any] = [m.reader for m in averaged.modules() if isinstance(m, Posterior)]
+        for method in (reader.method for reader in readers if isinstance(reader, Scope)):
+            if method.optimizer or method.stages is not None:
                 raise ValueError(
-                    f"AveragedModel averages parameters alone: what method {scope.method.name!r} collects in training "
-                    "stays what it was when the average began; average a model of another method ('vi', 'mc_dropout', "
-                    "or 'la', fitted after), use 'swag', which is an average itself, or predict with the model"
+                    f"AveragedModel averages parameters alone: what method {method.name!r} collects in training stays "
+                    "what it was when the average began; average a model of another method ('vi', 'mc_dropout', or "
+                    "'la', fitted after), use 'swag', which is an average itself, or predict with the model"
                 )
 
 

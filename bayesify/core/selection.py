@@ -25,19 +25,12 @@ class SelectionError(ValueError):
 
 @dataclass
 class Candidate:
-    """A parameter of the plain model, with every place that it is read from.
-
-    Attributes:
-        param: The parameter.
-        places: (module, attribute) of each place; more than one for tied weights.
-        names: Every plain name; a place has several where its module does.
-        skipped: Why the parameter stays as it is; empty where it becomes Bayesian.
-    """
+    """A parameter of the plain model."""
 
     param: nn.Parameter
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    skipped: str = ""
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # that read it; several for tied weights
+    names: list[str] = field(default_factory=list)  # every plain name; a place has several where its module does
+    skipped: str = ""  # why it stays as it is
 
     @property
     def name(self) -> str:
@@ -93,17 +86,13 @@ def candidates(model: nn.Module) -> list[Candidate]:
 
 
 def select(every: list[Candidate], include: Patterns, exclude: Patterns) -> None:
-    """Mark the candidates that stay as they are, with the reason.
-
-    Raises:
-        SelectionError: A pattern matches nothing, or nothing is left.
-    """
-    included = _matches(every, include, "include")
-    excluded = _matches(every, exclude, "exclude")
+    """Mark the candidates that stay as they are, with the reason; one has to be left."""
+    included = _matching(every, "*" if include is None else include, "include")
+    excluded = _matching(every, () if exclude is None else exclude, "exclude")
     for candidate in every:
-        if included is not None and id(candidate) not in included:
+        if id(candidate) not in included:
             candidate.skipped = "not included"
-        elif excluded is not None and id(candidate) in excluded:
+        elif id(candidate) in excluded:
             candidate.skipped = "excluded"
         elif not candidate.param.requires_grad:
             candidate.skipped = "frozen"
@@ -119,20 +108,18 @@ def select(every: list[Candidate], include: Patterns, exclude: Patterns) -> None
         )
 
 
-def _matches(every: list[Candidate], patterns: Patterns, argument: str) -> set[int] | None:
-    """Return the ids of the candidates that match, or None where there is no pattern."""
-    if patterns is None:
-        return None
+def _matching(every: list[Candidate], patterns: Any, argument: str) -> set[int]:
+    """Return the ids of the candidates that match."""
     if isinstance(patterns, nn.Module):
         raise TypeError(f"{argument} takes names, got a {type(patterns).__name__}; pass {_pattern_of(patterns, every)}")
     if callable(patterns):
         return {id(c) for c in every if patterns(c.name, c.param)}
-    chosen: set[int] = set()
     if not isinstance(patterns, Iterable):
         raise TypeError(f"{argument} takes a glob pattern, several of them, or a callable, got {patterns!r}")
+    chosen: set[int] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         hits = {id(c) for c in every if matches(pattern, c.names, argument)}
-        if not hits:
+        if not hits and every:
             raise unmatched(pattern, every, argument)
         chosen |= hits
     return chosen
@@ -147,7 +134,7 @@ def _pattern_of(module: nn.Module, every: list[Candidate]) -> str:
 
 
 def matches(pattern: Any, names: Iterable[str], argument: str) -> bool:
-    """Tell whether a glob pattern matches one of a parameter's names."""
+    """Return whether a glob pattern matches one of a parameter's names."""
     if not isinstance(pattern, str):
         raise TypeError(f"{argument} takes glob patterns such as 'encoder.*', got {pattern!r}")
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
@@ -164,36 +151,38 @@ def unmatched(pattern: str, every: list[Candidate], argument: str) -> SelectionE
     )
 
 
+# -- priors ------------------------------------------------------------------------------------------------------------
+
+
 def priors(every: list[Candidate], prior_mean: Any, prior_sig: Any) -> dict[int, Prior]:
-    """Return the prior of each selected candidate, by its id.
-
-    Raises:
-        ValueError: A value is not positive and finite, has another shape, or a pattern matches nothing.
-    """
-    sigs = _by_pattern(every, prior_sig, "prior_sig", default=None)
-    means = _by_pattern(every, prior_mean, "prior_mean", default=None)
-    return {
-        id(c): Prior(_mean(c, means[id(c)]), _sig(c, sigs[id(c)]), c.is_bias, sigs[id(c)] is None)
-        for c in every
-        if not c.skipped
-    }
-
-
-def _by_pattern(every: list[Candidate], value: Any, argument: str, *, default: Any) -> dict[int, Any]:
-    """Spread a value, or a mapping from patterns to values, over the candidates; the first match wins."""
-    if not isinstance(value, Mapping) or is_state_dict(value):
-        return {id(c): value for c in every}
-    for pattern in value:
-        if not any(matches(pattern, c.names, argument) for c in every):
-            raise unmatched(pattern, every, argument)
-    return {
-        id(c): next((v for pattern, v in value.items() if matches(pattern, c.names, argument)), default) for c in every
-    }
+    """Return the prior of each selected candidate, by its id."""
+    for value, argument in ((prior_sig, "prior_sig"), (prior_mean, "prior_mean")):
+        for pattern in value if _is_by_pattern(value) else ():
+            if not any(matches(pattern, c.names, argument) for c in every):
+                raise unmatched(pattern, every, argument)
+    found = {}
+    for c in (c for c in every if not c.skipped):
+        sig = _given(c.names, prior_sig, "prior_sig")
+        mean = _mean(c, _given(c.names, prior_mean, "prior_mean"))
+        found[id(c)] = Prior(mean, _sig(c, sig), c.is_bias, sig is None)
+    return found
 
 
-def is_state_dict(value: Any) -> bool:
+def _given(names: list[str], value: Any, argument: str) -> Any:
+    """Return the value for a parameter of these names: of a mapping from patterns that of the first match, or None."""
+    if not _is_by_pattern(value):
+        return value
+    return next((v for pattern, v in value.items() if matches(pattern, names, argument)), None)
+
+
+def _is_state_dict(value: Any) -> bool:
     """Return whether this maps names to tensors."""
     return isinstance(value, Mapping) and bool(value) and all(isinstance(v, Tensor) for v in value.values())
+
+
+def _is_by_pattern(value: Any) -> bool:
+    """Return whether this maps patterns to values."""
+    return isinstance(value, Mapping) and not _is_state_dict(value)
 
 
 def _sig(candidate: Candidate, value: Any) -> float:
@@ -214,56 +203,58 @@ def _sig(candidate: Candidate, value: Any) -> float:
 def _mean(candidate: Candidate, value: Any) -> Tensor:
     """Return the prior mean of one candidate: its current value, a constant, or a value from elsewhere."""
     param = candidate.param.detach()
-    if value is None:
-        mean = param.clone()
-    elif isinstance(value, str) and value == "zero":
+    if isinstance(value, str) and value == "zero":
         return param.new_tensor(candidate.neutral)
-    elif isinstance(value, Tensor):
-        mean = value.detach().to(param).clone()
-    elif isinstance(value, nn.Module):
-        mean = _from_names(candidate, dict(value.named_parameters(remove_duplicate=False)), type(value).__name__)
-    elif is_state_dict(value):
-        mean = _from_names(candidate, value, "the state dict")
-    else:
+    source = param if value is None else value
+    if isinstance(value, nn.Module):
+        source = _named(candidate, dict(value.named_parameters(remove_duplicate=False)), type(value).__name__)
+    elif _is_state_dict(value):
+        source = _named(candidate, value, "the state dict")
+    if not isinstance(source, Tensor):
         raise TypeError(
             "prior_mean must be None (the current weights), 'zero', a tensor, a module, a state dict, or a mapping "
             f"from name patterns to these, got {value!r}"
         )
-    if mean.shape != param.shape:
+    if source.shape != param.shape:
         raise ValueError(
-            f"prior mean of {candidate.name!r} has shape {tuple(mean.shape)}, the parameter {tuple(param.shape)}; "
+            f"prior mean of {candidate.name!r} has shape {tuple(source.shape)}, the parameter {tuple(param.shape)}; "
             "give that name another value, e.g. prior_mean={'head.*': 'zero'}"
         )
+    mean = source.detach().to(param, copy=True)
     # A sum is quick, and finite only if every element is; large elements may still add up to infinity.
     if not (math.isfinite(mean.sum()) or mean.isfinite().all()):
         raise ValueError(f"prior mean of {candidate.name!r} is not finite; check the weights that it comes from")
     return mean
 
 
-def prior_buffers(names: Iterable[str], prior_mean: Any) -> dict[str, Tensor]:
-    """Return the buffers that come with the prior mean: those of the module or state dict that it is taken from."""
-    found = {}
-    for name in names:
-        value = prior_mean
-        if isinstance(value, Mapping) and not is_state_dict(value):
-            value = next((v for pattern, v in value.items() if matches(pattern, [name], "prior_mean")), None)
-        source = dict(value.named_buffers()) if isinstance(value, nn.Module) else value if is_state_dict(value) else {}
-        if name in source:
-            found[name] = source[name]
-    return found
-
-
-def _from_names(candidate: Candidate, values: Mapping[str, Tensor], source: str) -> Tensor:
-    """Take a candidate's value from a mapping of plain names."""
+def _named(candidate: Candidate, values: Mapping[str, Tensor], source: str) -> Tensor:
+    """Return a candidate's value in a mapping of plain names."""
     for name in candidate.names:
         if name in values:
-            return values[name].detach().to(candidate.param).clone()
+            return values[name]
     near = difflib.get_close_matches(candidate.name, list(values), n=1)
     raise ValueError(
         f"{source} given as prior_mean has no {candidate.name!r}"
         + (f" (closest: {near[0]!r})" if near else "")
         + "; give the missing names a value by a mapping, e.g. prior_mean={'head.*': 'zero'}"
     )
+
+
+def prior_buffers(buffers: Mapping[str, Tensor], prior_mean: Any) -> dict[str, Tensor]:
+    """Return the buffers that come with the prior mean, from the module or state dict that it is taken from."""
+    found = {}
+    for name, own in buffers.items():
+        value = _given([name], prior_mean, "prior_mean")
+        source = dict(value.named_buffers()) if isinstance(value, nn.Module) else value if _is_state_dict(value) else {}
+        if name not in source:
+            continue
+        if source[name].shape != own.shape:
+            raise ValueError(
+                f"prior_mean has {name!r} in shape {tuple(source[name].shape)}, the model in {tuple(own.shape)}; "
+                "give a model of the same architecture"
+            )
+        found[name] = source[name]
+    return found
 
 
 def plain_tensors(root: nn.Module) -> Iterator[tuple[str, Tensor]]:

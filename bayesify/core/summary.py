@@ -173,7 +173,7 @@ def summary(model: nn.Module) -> Summary:
             why = "noise of the data" if name.startswith(f"{NOISE}.") else why
             why = why if param.is_floating_point() else f"{param.dtype}".removeprefix("torch.")
             rows.append(Row(name, tuple(param.shape), "", "-", why, param.numel()))
-    notes = tuple(dict.fromkeys(text for scope in scopes for _, text in mistakes(scope)))
+    notes = tuple(dict.fromkeys(text for scope in scopes for text in mistakes(scope).values()))
     return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra, notes)
 
 

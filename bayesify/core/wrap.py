@@ -1,40 +1,43 @@
-"""Wrap a model and unwrap it again; the modes and the posteriors of a wrapped one.
+"""Put posteriors on a model's parameters and take them off again: parametrizations, hooks, and classes that share code.
 
 A failed call changes nothing: everything is checked and built before the first parametrization is registered.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+import warnings
+from collections import OrderedDict
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
-from bayesify.core import surface
 from bayesify.core.distributed import follow, is_sharded
 from bayesify.core.method import Method, resolve
-from bayesify.core.mixture import Mixture, mixture_in
+from bayesify.core.mixture import Mixture
 from bayesify.core.modes import (
     MEAN,
-    PRIOR,
-    Draw,
-    Mode,
-    TracedBlock,
-    check_buffers,
+    block_of,
     keep_buffers,
     lasting_buffers,
+    load_start,
     one_draw,
     override,
+    restore_buffers,
+    save_start,
 )
 from bayesify.core.posterior import Posterior
-from bayesify.core.ranks import draw_seeds, is_whole
-from bayesify.core.reading import Scope, Site, forget_weights
+from bayesify.core.ranks import draw_seeds
+from bayesify.core.reading import Scope, Site, forget_weights, refuse_to_pickle, scope_behind
 from bayesify.core.scopes import NOISE, check_module, scopes_of
 from bayesify.core.selection import Candidate, Patterns, candidates, prior_buffers, priors, select
-from bayesify.core.surface import put_hooks
+from bayesify.core.stored import check_state_dict
 
 M = TypeVar("M", bound=nn.Module)
+
+extensions: list[Any] = []
+"""Modules with `put_on(model)` and `take_off(model)`, which fit a bayesified model to another library."""
 
 
 def bayesify(
@@ -92,8 +95,7 @@ def bayesify(
         weights=sum(c.param.numel() for c in every if not c.skipped),
     )
     posteriors = [(c, chosen.posterior(c.param, found[id(c)], fixed_row=c.fixed_row)) for c in every if not c.skipped]
-    buffers = prior_buffers([path for path, _, _ in lasting_buffers(model)], prior_mean)
-    check_buffers(model, buffers)
+    buffers = prior_buffers({name: module.get_buffer(own) for name, module, own in lasting_buffers(model)}, prior_mean)
     scope = wrap(model, chosen, posteriors)
     scope.starts_at_prior = prior_mean is None
     scope.frozen = tuple(c.name for c in every if c.skipped == "frozen")
@@ -105,16 +107,16 @@ def check_wrappable(model: nn.Module) -> None:
     """Raise if the model as a whole cannot be wrapped."""
     check_module(model)
     for name, module in model.named_modules():
-        where = f"the submodule {name!r}" if name else "the model"
+        where, kind = f"the submodule {name!r}" if name else "the model", type(module)
         if isinstance(module, Posterior):
             raise ValueError("the model is bayesified already; call unbayesify(model) first")
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise ValueError(f"{where} is wrapped in {type(module).__name__}; call bayesify first, then wrap it")
+            raise ValueError(f"{where} is wrapped in {kind.__name__}; call bayesify first, then wrap it")
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise ValueError(f"{where} is compiled; call bayesify on the plain model, before torch.compile")
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"{where} is scripted, and TorchScript has no parametrizations; bayesify the original one")
-        if ".quantized" in type(module).__module__:
+        if ".quantized" in kind.__module__:
             raise ValueError(f"{where} is a quantized module, without trainable weights; quantize later")
 
 
@@ -147,7 +149,7 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
     orders = {id(m): tuple(m._parameters) for m in model.modules()}
     sites = [Site(m, a, orders[id(m)]) for c, _ in posteriors for m, a in c.places]
     scope = Scope(model, method, [p for _, p in posteriors], sites)
-    put_hooks(model, scope)
+    _put_hooks(model, scope)
     for module in {s.module for s in sites if parametrize.is_parametrized(s.module)}:
         # Its class may be shared with copies of the module; a class of its own goes away with the posteriors.
         parametrize._inject_new_class(module)
@@ -157,14 +159,16 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
             parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
         module, attribute = candidate.places[0]
         posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[index,arg-type]
-    names: dict[nn.Module, set[str]] = {}
-    for site in sites:
-        names.setdefault(site.module, set()).add(site.attribute)
-    for module, own in names.items():
-        surface.share_class(module, frozenset(own))
+    for module in {s.module for s in sites}:
+        _share_class(module, frozenset(s.attribute for s in sites if s.module is module))
     model._bayesify_scope = scope  # type: ignore[assignment]
-    surface.put_on(model)
-    keep_buffers(model)
+    for extension in extensions:
+        extension.put_on(model)
+    model.register_forward_pre_hook(_warn_of_export)
+    for hook in (check_state_dict, load_start):
+        model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(restore_buffers)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(save_start)  # type: ignore[no-untyped-call]
     method.wrapped(scope)
     return scope
 
@@ -221,18 +225,13 @@ def _check_removable(scope: Scope) -> None:
             "before fully_shard, or save(model, dir): its model.safetensors is the plain model"
         )
     for site in scope.sites:
-        kept: Any = site.module.parametrizations[site.attribute]  # type: ignore[index]
-        if len(kept) > 1:
-            raise ValueError(
-                f"{type(site.module).__name__}.{site.attribute} has a parametrization that was registered after "
-                "bayesify; remove that one first (torch.nn.utils.parametrize.remove_parametrizations)"
-            )
+        kept: Any = site.module.parametrizations
         ours = {s.attribute for s in scope.sites if s.module is site.module}
-        later = [a for a in site.module.parametrizations if a not in ours and a in site.order]  # type: ignore[union-attr]
-        if later:
+        later = [a for a in kept if a not in ours and a in site.order]
+        if later or len(kept[site.attribute]) > 1:
             raise ValueError(
-                f"{type(site.module).__name__}.{later[0]} was parametrized after bayesify; remove that parametrization "
-                "first (torch.nn.utils.parametrize.remove_parametrizations)"
+                f"{type(site.module).__name__}.{(later or [site.attribute])[0]} has a parametrization that was "
+                "registered after bayesify; remove that one first (torch.nn.utils.parametrize.remove_parametrizations)"
             )
 
 
@@ -251,106 +250,122 @@ def _unwrap(root: nn.Module, scope: Scope) -> None:
         module._parameters = dict(sorted(module._parameters.items(), key=lambda kv: rank.get(kv[0], len(rank))))
     for module in root.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, hook in hooks.items() if getattr(hook, "scope", None) is scope]:
+            for key in [k for k, hook in hooks.items() if scope_behind(hook) is scope]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
+    for extension in extensions:
+        extension.take_off(root)
+    ours = (_warn_of_export, check_state_dict, load_start, restore_buffers, save_start)
+    kinds = ("_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks", "_state_dict_hooks")
+    for hooks in (getattr(root, kind) for kind in kinds):
+        for key in [k for k, hook in hooks.items() if getattr(hook, "hook", hook) in ours]:
+            del hooks[key]
     root._modules.pop(NOISE, None)
-    surface.take_off(root)
     forget_weights(scope.recurrent)
     del root._bayesify_scope
 
 
-def mean(model: nn.Module) -> AbstractContextManager[None]:
-    """Use the posterior mean inside a `with` block, even in train mode.
+# -- hooks -------------------------------------------------------------------------------------------------------------
 
-    Args:
-        model: A bayesified model, or a module that contains one.
 
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, mean
-        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
-        >>> with mean(model):
-        ...     bool((model(x) == model(x)).all())
-        True
+def _put_hooks(model: nn.Module, scope: Scope) -> None:
+    """Let every module tell the scope where its forward begins and, on exceptions too, where it ends.
+
+    All have the same numbers, by which torch knows hooks: equal blocks of a model then take one compiled graph.
     """
-    scopes = scopes_of(model)
-    if torch.compiler.is_compiling() and mixture_in(model) is None:
-        return TracedBlock(scopes, mean=True)
-    return override(scopes, MEAN)
+    first, last = (RemovableHandle(OrderedDict()).id for _ in range(2))
+    for module in model.modules():
+        enter, leave = scope.enter, scope.leave
+        if module is model:
+            enter, leave = _own_code(enter), _own_code(leave)
+        before: Any = module._forward_pre_hooks
+        before[first] = enter
+        before.move_to_end(first, last=False)
+        module._forward_hooks[last] = leave
+        module._forward_hooks_always_called[last] = True
 
 
-def sample(model: nn.Module, seed: int | None = None) -> AbstractContextManager[None]:
-    """Use one posterior sample for a whole `with` block: a generation, a loader, an evaluation.
+def _own_code(hook: Any) -> Any:
+    """Return a hook with code of its own, for a model as a whole.
 
-    Args:
-        model: A bayesified model, or a module that contains one.
-        seed: Which sample; None takes one number from torch's global generator.
-
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, sample
-        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
-        >>> with sample(model, seed=3):
-        ...     bool((model(x) == model(x)).all())
-        True
+    torch.compile compiles a model's hooks apart from its forward, and refuses more than eight variants of one code; a
+    process with more compiled models would fall back to eager mode.
     """
-    scopes = scopes_of(model)
-    if torch.compiler.is_compiling() and mixture_in(model) is None:
-        return TracedBlock(scopes, seed=seed)
-    return override(scopes, one_draw(draw_seeds(1, seed)[0]))
+    return MethodType(FunctionType(hook.__code__.replace(), hook.__globals__, hook.__name__), hook.__self__)
 
 
-def prior(model: nn.Module) -> AbstractContextManager[None]:
-    """Use the prior mean inside a `with` block, with the model's buffers as they were at `bayesify`.
+def _warn_of_export(model: nn.Module, args: Any) -> None:
+    """Warn where a model is traced or exported in no block: what comes out is the posterior's mean alone."""
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if not (torch.compiler.is_exporting() or tracing):
+        return
+    scope: Any = model._bayesify_scope
+    if block_of(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):
+        warnings.warn(
+            "the exported model is the posterior's mean, without its uncertainty; export bayesify.deploy(model), "
+            "or inside `with bayesify.mean(model)` if the mean is meant",
+            stacklevel=2,
+        )
 
-    By default this is the pretrained model: its weights are the prior mean, and its buffers (BatchNorm's running
-    statistics) are kept for this. Parameters that are not Bayesian are read as they are now. Of a mixture it is the
-    prior of the first member.
 
-    Args:
-        model: A bayesified model, or a module that contains one.
+# -- classes -----------------------------------------------------------------------------------------------------------
 
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, prior
-        >>> model, x = torch.nn.Linear(3, 2), torch.ones(1, 3)
-        >>> pretrained = model(x)
-        >>> with torch.no_grad():
-        ...     _ = bayesify(model, "vanilla").parametrizations.weight.original.add_(1.0)
-        >>> with prior(model):
-        ...     torch.equal(model(x), pretrained)
-        True
+
+class Shared(type):
+    """A class of several modules, of which none may change it."""
+
+    def __delattr__(cls, name: str) -> None:
+        """Refuse what torch's remove_parametrizations does."""
+        raise AttributeError(
+            f"{name!r} of a bayesified {cls.__name__} cannot be removed on its own; call bayesify.unbayesify(model), "
+            f"or leave it out: bayesify(model, exclude=...)"
+        )
+
+
+def _share_class(module: nn.Module, names: frozenset[str]) -> None:
+    """Give a wrapped module one class with all others of its kind, in place of the one that torch has derived for it.
+
+    Compilers tell modules apart by their classes: equal blocks of a model then take one compiled graph.
     """
-    return override(scopes_of(model), PRIOR)
+    known: Any = type(module).__bases__[0].__subclasses__()
+    shared: Any = (cls for cls in known if isinstance(cls, Shared) and cls.__dict__["_bayesian"] == names)
+    module.__class__ = next(shared, None) or _derive(type(module), names, shared=True)
 
 
-def samples(model: nn.Module, n: int, seed: int | None = None) -> Iterator[int]:
-    """Loop over posterior samples: inside each turn the model is one of them.
+def _derive(like: Any, names: frozenset[str], *, shared: bool) -> Any:
+    """Make a class like the one that torch derives, which goes by the name of its base: libraries look it up."""
+    base: Any = like.__bases__[0]
 
-    Draw i is the same theta whatever the data or the batch size. The modes are restored when the loop ends or breaks.
+    def assign(self: nn.Module, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", {}).get("parametrizations", ()):
+            raise AttributeError(
+                f"{name!r} of a bayesified {type(self).__name__} is drawn when it is read and cannot be assigned; write"
+                f" to its mean, `with torch.no_grad(): module.parametrizations.{name}.original.copy_(value)`, or assign"
+                " it between unbayesify(model) and bayesify(model, ...)"
+            )
+        base.__setattr__(self, name, value)
 
-    Args:
-        model: A bayesified model, or a module that contains one.
-        n: How many samples.
-        seed: Which samples; None takes one number from torch's global generator.
+    def delete(self: nn.Module, name: str) -> None:
+        if name in self._parameters or name in self._buffers:
+            # Somebody parametrizes what we left alone, and is about to put a property on the class.
+            self.__class__ = _derive(type(self), names, shared=False)
+        base.__delattr__(self, name)
 
-    Yields:
-        The number of the draw, from 0.
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__setattr__": assign,
+        "__delattr__": delete,
+        "__getstate__": refuse_to_pickle,
+        "_bayesian": names,
+        **{name: _drawn(name) for name in names},
+    }
+    if "__deepcopy__" in like.__dict__:
+        members["__deepcopy__"] = like.__deepcopy__
+    meta = type(base) if not shared else Shared if type(base) is type else type("Shared", (Shared, type(base)), {})
+    return meta(base.__name__, (base,), members)
 
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, samples
-        >>> model, x = bayesify(torch.nn.Linear(3, 2)), torch.ones(1, 3)
-        >>> len({model(x).sum().item() for _ in samples(model, 5, seed=0)})
-        5
-    """
-    if not is_whole(n) or n < 0:
-        raise ValueError(f"n must be an integer >= 0, got {n!r}")
-    return _samples(scopes_of(model), draw_seeds(n, seed))
 
-
-def _samples(scopes: list[Scope], seeds: list[int]) -> Iterator[int]:
-    for i, seed in enumerate(seeds):
-        with override(scopes, Mode(draw=Draw(seed, pinned=True), member=i)):
-            yield i
+def _drawn(name: str) -> property:
+    """Return the property that reads a parametrized attribute."""
+    return property(lambda self: self.parametrizations[name]())

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, over_processes, part, part_of
+from bayesify.core.draws import Draw
 from bayesify.core.method import Tempered
-from bayesify.core.modes import Draw
 from bayesify.core.penalty import pull_of
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, host, scaled, squares, state_dtype

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from bayesify.core import VERSION
 from bayesify.core.mixture import Mixture, components, mixture_in
 from bayesify.core.ranks import is_whole
-from bayesify.core.scopes import check_module, named_posteriors, scopes_of
-from bayesify.core.wrap import samples, unbayesify
+from bayesify.core.scopes import check_module, named_posteriors, samples, scopes_of
+from bayesify.core.wrap import unbayesify
 from bayesify.prediction.batches import classes_last, mean_and_log_var
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import check_share, novelty_of

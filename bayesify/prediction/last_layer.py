@@ -11,8 +11,7 @@ from bayesify.core.mixture import mixture_in
 from bayesify.core.modes import MEAN, Mode, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.core.scopes import check_module, named_posteriors, scopes_of
-from bayesify.core.wrap import mean, prior
+from bayesify.core.scopes import check_module, mean, named_posteriors, prior, scopes_of
 from bayesify.prediction.batches import (
     LabelPlaces,
     as_batches,

@@ -18,8 +18,8 @@ from bayesify.core.mixture import member_count
 from bayesify.core.modes import MEAN, override
 from bayesify.core.ranks import is_whole
 from bayesify.core.reading import Scope
+from bayesify.core.scopes import samples as draws
 from bayesify.core.scopes import scopes_of
-from bayesify.core.wrap import samples as draws
 from bayesify.prediction.batches import as_batches, call_model, device_of, split_batch, to_device
 
 STALE = "statistics are another's"  # in `Scope.told`: the mean has moved since the statistics were computed

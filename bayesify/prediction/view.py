@@ -16,7 +16,7 @@ import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 from bayesify.core.distributed import is_sharded, shards_itself
-from bayesify.core.modes import buffers_of_start, put_buffers_of_start
+from bayesify.core.modes import put_buffers_of_start
 from bayesify.core.posterior import Posterior
+from bayesify.core.reading import Scope, scope_behind
 
 CONTAINERS = (list, tuple, dict, set, OrderedDict)
 
@@ -104,7 +105,7 @@ def _twin(value: Any, twins: dict[int, Any], depth: int = 3) -> Any:
 
 
 @contextmanager
-def views(model: nn.Module, count: int = 1, *, prior: bool = False) -> Iterator[list[nn.Module]]:
+def views(model: nn.Module, count: int = 1) -> Iterator[list[nn.Module]]:
     """Yield a model in eval mode so many times, without gradients: views of it.
 
     The code of compiled and sharded modules belongs to them: such a model is yielded itself, and its flags are put back
@@ -112,9 +113,9 @@ def views(model: nn.Module, count: int = 1, *, prior: bool = False) -> Iterator[
     """
     with torch.no_grad():
         if can_be_viewed(model):
-            yield [view(model, prior=prior) for _ in range(count)]
+            yield [view(model) for _ in range(count)]
         else:
-            with evaluation(model), buffers_of_start(model) if prior else nullcontext():
+            with evaluation(model):
                 yield [model] * count
 
 
@@ -328,4 +329,4 @@ def _is_hooked(module: nn.Module) -> bool:
     """Return whether somebody else's hooks wait for calls inside a module, which would not happen."""
     inside = (m for m in module.modules() if m is not module)
     hooks = (hook for m in inside for held in (m._forward_pre_hooks, m._forward_hooks) for hook in held.values())
-    return any(not hasattr(hook, "scope") for hook in hooks)
+    return any(not isinstance(scope_behind(hook), Scope) for hook in hooks)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.scopes import named_posteriors
-from bayesify.core.wrap import prior, unbayesify
+from bayesify.core.scopes import named_posteriors, prior
+from bayesify.core.wrap import unbayesify
 from bayesify.prediction.batches import call_model, logits_of
 from bayesify.prediction.gaussian import GaussianLogits, Spread, normal_points
 from bayesify.prediction.last_layer import base_of, hidden, pooled, same_output

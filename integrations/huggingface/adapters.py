@@ -9,8 +9,7 @@ from torch import nn
 
 from bayesify.core.mixture import Mixture, mixture_in
 from bayesify.core.ranks import is_whole
-from bayesify.core.scopes import root_of
-from bayesify.core.wrap import samples
+from bayesify.core.scopes import root_of, samples
 from bayesify.integrations.folders import is_adapter, plain_state_dicts
 
 from ..extras import extra

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesify import metrics
+from bayesify.core.draws import Draw
 from bayesify.core.mixture import member_count, member_scopes
-from bayesify.core.modes import MEAN, Draw, Mode, override
+from bayesify.core.modes import MEAN, Mode, override
 from bayesify.core.prior import wide
 from bayesify.core.ranks import draw_seeds
 from bayesify.core.scopes import scopes_of

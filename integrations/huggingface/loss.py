@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from bayesify.core.mixture import Mixture
 from bayesify.core.penalty import penalty
-from bayesify.core.wrap import mean
+from bayesify.core.scopes import mean
 from bayesify.prediction.batches import IGNORED
 
 LABELS, SHIFTED = "labels", "shift_labels"

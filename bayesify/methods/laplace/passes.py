@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from bayesify.core import ranks
-from bayesify.core.wrap import mean
+from bayesify.core.scopes import mean
 from bayesify.engine import noise as noises
 from bayesify.methods.laplace.curvature import Curvature
 from bayesify.methods.laplace.evidence import Fitted

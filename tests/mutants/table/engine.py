@@ -16,12 +16,12 @@ MUTANTS = [
         ),
     ),
     *of(
-        "core/modes.py",
+        "core/draws.py",
         "test_blocks.py",
         (
             "models of one name share their noise",
-            "else noises.mix(self.seed, i)",
-            "else self.seed",
+            "Draw(noises.mix(self.seed, i)",
+            "Draw(self.seed",
             "noise_of_their_own",
         ),
     ),

@@ -20,11 +20,11 @@ MUTANTS = [
         ("frozen parameters are taken", "not candidate.param.requires_grad", "False", "frozen"),
         (
             "the last match wins",
-            "for pattern, v in value.items() if matches(pattern, c.names",
-            "for pattern, v in reversed(value.items()) if matches(pattern, c.names",
+            "for pattern, v in value.items() if matches(pattern, names",
+            "for pattern, v in reversed(value.items()) if matches(pattern, names",
             "prior",
         ),
-        ("the prior mean is the weight itself", "mean = param.clone()", "mean = param", "copy"),
+        ("the prior mean is the weight itself", "to(param, copy=True)", "to(param)", "copy"),
         (
             "only the first name counts",
             "matches(pattern, c.names, argument)}",
@@ -34,14 +34,19 @@ MUTANTS = [
         ("no padding row", "return int(module.padding_idx)", "return None", "padding"),
     ),
     *of(
-        "core/groups.py",
+        "core/scopes.py",
         "test_groups.py",
-        ("decay on posteriors", 'if name == "rest" else', 'if name == "body" else', "decay"),
-        ("the head's spread is in the head", ' and not kind.startswith("sig")', "", ""),
+        ("decay on posteriors", '"lr": lr, "weight_decay": 0.0', '"lr": lr', "decay"),
+        (
+            "the head's spread is in the head",
+            "spreads.get(id(param), kind)",
+            'kind if kind == "head" else spreads.get(id(param), kind)',
+            "",
+        ),
         ("frozen parameters are optimized", "if param.requires_grad:", "if True:", ""),
         ("lr_sig is not used", 'return {"lr": lr_sig or lr}', 'return {"lr": lr}', ""),
         ("lr_sig of natural steps is not used", "(lr_sig or RATE)", "RATE", ""),
-        ("lr_head is not used", '"head": lr_head or lr', '"head": lr', ""),
+        ("lr_head is not used", '"lr": lr_head or lr', '"lr": lr', ""),
     ),
     *of(
         "core/prior.py",
