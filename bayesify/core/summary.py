@@ -1,9 +1,10 @@
-"""Say what is Bayesian in a model or in a saved file and what is not, and why."""
+"""What is Bayesian in a model or in a saved file and what is not, and why."""
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -13,92 +14,53 @@ from bayesify.core.checkpoint import MEAN, POSTERIOR_FILE, REST, File, read
 from bayesify.core.posterior import Posterior
 from bayesify.core.scopes import NOISE, mistakes, named_posteriors, scopes_of
 
-_CELL = "text-align:left; padding:0.15em 0.9em 0.15em 0; font-variant-numeric:tabular-nums"
-
-
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, above: str = "", below: str = "") -> str:
-    """Return a table with a line of text above and lines below it; all of it is escaped.
-
-    Example:
-        >>> html_table(("a",), [("<1",)], above="x & y").count("&")
-        2
-    """
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells) + "</tr>"
-
-    head = f"<thead>{line(header, 'th')}</thead>"
-    body = "".join(line(row, "td") for row in rows)
-    texts = [f'<div style="white-space:pre-line">{escape(text)}</div>' if text else "" for text in (above, below)]
-    return f"<div>{texts[0]}<table>{head}<tbody>{body}</tbody></table>{texts[1]}</div>"
-
-
 NAME_WIDTH = 60
 MOST_ROWS = 40
+CELL = "text-align:left; padding:0.15em 0.9em 0.15em 0; font-variant-numeric:tabular-nums"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of the plain model.
-
-    Attributes:
-        name: Its plain name.
-        shape: Its shape.
-        posterior: The kind of its posterior; empty where it is not Bayesian.
-        prior: A short description of its prior.
-        note: Ties, fixed rows, flat priors; or why it is not Bayesian.
-        count: Its number of elements.
-        std: The mean of its standard deviation; None where it is a point.
-    """
+    """One parameter of the plain model."""
 
     name: str
     shape: tuple[int, ...]
-    posterior: str
-    prior: str
-    note: str
-    count: int
-    std: float | None = None
+    posterior: str = ""  # its kind; empty where the parameter is not Bayesian
+    prior: str = "-"
+    note: str = ""  # ties, fixed rows, flat priors; or why it is not Bayesian
+    std: float | None = None  # the mean of its standard deviation; None where it is a point
+    relative: float = 0.0  # sqrt(mean of std^2) / sqrt(mean of m^2), of a posterior in a file
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The parameters of a bayesified model; print it.
+    """The parameters of a bayesified model; print it."""
 
-    Attributes:
-        method: The methods in use, with their options.
-        rows: One per parameter, Bayesian ones first.
-        extra_bytes: What the posteriors keep beside the model's own parameters.
-        notes: Mistakes that the model shows, one line each.
-    """
-
-    method: str
-    rows: tuple[Row, ...]
-    extra_bytes: int
-    notes: tuple[str, ...] = ()
+    method: str  # the methods in use, with their options
+    rows: tuple[Row, ...]  # one per parameter, Bayesian ones first
+    extra_bytes: int  # what the posteriors keep beside the model's own parameters
+    notes: tuple[str, ...] = ()  # mistakes that the model shows
 
     def table(self, *, full: bool = False) -> list[tuple[str, ...]]:
-        """Return the cells: a row per parameter, or per module where there are more than `MOST_ROWS`.
-
-        Args:
-            full: Whether to list every parameter all the same.
-        """
+        """Return the cells: a row per parameter, or per module where there are more than `MOST_ROWS` and not `full`."""
         if full or len(self.rows) <= MOST_ROWS:
-            return [
-                (_short(r.name), "x".join(map(str, r.shape)) or "()", _posterior([r]), r.prior, r.note)
-                for r in self.rows
-            ]
-        parts = sorted(_parts(self.rows).items(), key=lambda part: _size(part[1]), reverse=True)
-        cells = [_part(name, rows) for name, rows in parts[:MOST_ROWS]]
+            shapes = ("x".join(map(str, r.shape)) or "()" for r in self.rows)
+            return [(_short(r.name), s, _kinds([r]), r.prior, r.note) for r, s in zip(self.rows, shapes, strict=True)]
+        parts = sorted(_by_module(self.rows).items(), key=_bayesian_first)
+        cells = [_described(name, rows) for name, rows in parts[:MOST_ROWS]]
         if rest := [row for _, rows in parts[MOST_ROWS:] for row in rows]:
-            cells.append(_part(f"{len(parts) - MOST_ROWS} more", rest))
+            cells.append(_described(f"{len(parts) - MOST_ROWS} more", rest))
         return cells
 
     def header(self, *, full: bool = False) -> tuple[str, ...]:
         """Return the names of the columns of `table`."""
-        whole = full or len(self.rows) <= MOST_ROWS
-        return ("parameter", "shape", "posterior", "prior", "note") if whole else (
-            "module", "parameters", "posterior", "prior", "note"
-        )  # fmt: skip
+        first = ("parameter", "shape") if full or len(self.rows) <= MOST_ROWS else ("module", "parameters")
+        return (*first, "posterior", "prior", "note")
 
     @property
     def totals(self) -> list[str]:
@@ -118,9 +80,9 @@ class Summary:
     def text(self, *, full: bool = False) -> str:
         """Return what is printed; `full` lists every parameter, however many there are."""
         table = [self.header(full=full), *self.table(full=full)]
-        widths = [max(len(line[i]) for line in table) for i in range(5)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
-        rule = "-" * max(len(line) for line in lines)
+        rule = "-" * max(map(len, lines))
         return "\n".join([lines[0], rule, *lines[1:], rule, *self.totals])
 
     def __str__(self) -> str:
@@ -130,11 +92,6 @@ class Summary:
         return html_table(self.header(), self.table(), below="\n".join(self.totals))
 
     __repr__ = __str__
-
-
-def _size(rows: list[Row]) -> tuple[int, int]:
-    """Return how many numbers are Bayesian, which come first, and how many there are."""
-    return sum(r.count for r in rows if r.posterior), sum(r.count for r in rows)
 
 
 def summary(model: nn.Module) -> Summary:
@@ -160,26 +117,44 @@ def summary(model: nn.Module) -> Summary:
         note: the spread of the posterior was never trained: s is what it was at first; ...
     """
     scopes = scopes_of(model)
-    rows, extra, seen = [], 0, set()
+    posteriors = dict(named_posteriors(model))
     ties = Counter[Posterior](m for _, m in model.named_modules(remove_duplicate=False) if isinstance(m, Posterior))
-    for name, posterior in named_posteriors(model):
-        seen.add(id(posterior.original))
-        seen.update(id(p) for p in posterior.learnable())
-        extra += sum(t.nbytes for t in posterior.state().values())
-        rows.append(described_row(name, posterior, ties[posterior]))
+    rows = [_row(name, posterior, ties[posterior]) for name, posterior in posteriors.items()]
+    seen = {id(p) for posterior in posteriors.values() for p in (posterior.original, *posterior.learnable())}
     for name, param in model.named_parameters():
         if id(param) not in seen:
             why = "not selected" if param.requires_grad else "frozen"
             why = "noise of the data" if name.startswith(f"{NOISE}.") else why
             why = why if param.is_floating_point() else f"{param.dtype}".removeprefix("torch.")
-            rows.append(Row(name, tuple(param.shape), "", "-", why, param.numel()))
+            rows.append(Row(name, tuple(param.shape), note=why))
     notes = tuple(dict.fromkeys(text for scope in scopes for text in mistakes(scope).values()))
-    return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), extra, notes)
+    return Summary("; ".join(repr(s.method) for s in scopes), tuple(rows), _extra_bytes(posteriors.values()), notes)
 
 
-def described_row(name: str, posterior: Posterior, places: int = 1) -> Row:
-    """Describe one posterior."""
+# -- cells -------------------------------------------------------------------------------------------------------------
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, above: str = "", below: str = "") -> str:
+    """Return a table with a line of text above and lines below it; all of it is escaped.
+
+    Example:
+        >>> html_table(("a",), [("<1",)], above="x & y").count("&")
+        2
+    """
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag} style="{CELL}">{escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+
+    head = f"<thead>{line(header, 'th')}</thead>"
+    body = "".join(line(row, "td") for row in rows)
+    texts = [f'<div style="white-space:pre-line">{escape(text)}</div>' if text else "" for text in (above, below)]
+    return f"<div>{texts[0]}<table>{head}<tbody>{body}</tbody></table>{texts[1]}</div>"
+
+
+def _row(name: str, posterior: Posterior, places: int = 1) -> Row:
+    """Describe one posterior; plain training has weight decay in place of a prior."""
     center = f"{float(posterior.prior_center):g}" if posterior.prior_center.dim() == 0 else "theta0"
+    prior = f"wd {posterior.wd:g}" if hasattr(posterior, "wd") else f"N({center}, {posterior.prior_sig:g}^2)"
     notes = [
         "bias" if posterior.is_bias else "",
         f"tied, read in {places} places" if places > 1 else "",
@@ -191,21 +166,17 @@ def described_row(name: str, posterior: Posterior, places: int = 1) -> Row:
         name,
         tuple(posterior.shape),
         type(posterior).__name__.removesuffix("Posterior").lower(),
-        _prior(posterior, center),
+        "flat" if posterior.flat else prior,
         ", ".join(n for n in notes if n),
-        posterior.original.numel(),
         float(posterior.std.float().mean()) if posterior.random else None,
     )
 
 
-def _prior(posterior: Posterior, center: str) -> str:
-    """Describe the prior of one posterior; plain training has weight decay instead."""
-    if posterior.flat:
-        return "flat"
-    return f"wd {posterior.wd:g}" if hasattr(posterior, "wd") else f"N({center}, {posterior.prior_sig:g}^2)"
+def _extra_bytes(posteriors: Iterable[Posterior]) -> int:
+    return sum(t.nbytes for posterior in posteriors for t in posterior.state().values())
 
 
-def _posterior(rows: list[Row]) -> str:
+def _kinds(rows: Sequence[Row]) -> str:
     """Describe the posteriors of some rows: their kinds, and the range of their standard deviations."""
     kinds = list(dict.fromkeys(r.posterior for r in rows if r.posterior))
     stds = [r.std for r in rows if r.posterior and r.std is not None]
@@ -215,7 +186,12 @@ def _posterior(rows: list[Row]) -> str:
     return ", ".join([*kinds, f"std {' to '.join(ends)}" if ends else "point"])
 
 
-def _parts(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
+def _bayesian_first(part: tuple[str, list[Row]]) -> tuple[int, int]:
+    """Return what sorts modules by how many of their numbers are Bayesian, and by how many there are."""
+    return -sum(r.count for r in part[1] if r.posterior), -sum(r.count for r in part[1])
+
+
+def _by_module(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
     """Group rows by module, as deep in the model as gives at most `MOST_ROWS` groups; one level at least."""
     found: dict[str, list[Row]] = {}
     for depth in range(1, max(r.name.count(".") for r in rows) + 2):
@@ -228,14 +204,14 @@ def _parts(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
     return found
 
 
-def _part(name: str, rows: list[Row]) -> tuple[str, ...]:
+def _described(name: str, rows: list[Row]) -> tuple[str, ...]:
     """Describe the rows of one module in one line."""
     priors = list(dict.fromkeys(r.prior for r in rows if r.posterior)) or ["-"]
     notes = Counter(r.note for r in rows if not r.posterior)
     return (
         _short(name),
         f"{sum(r.count for r in rows):,} in {len(rows)}",
-        _posterior(rows),
+        _kinds(rows),
         priors[0] if len(priors) == 1 else f"{len(priors)} priors",
         ", ".join(f"{n} {why}" for why, n in notes.most_common()),
     )
@@ -246,57 +222,35 @@ def _short(name: str) -> str:
     return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH // 3]}...{name[-(NAME_WIDTH * 2 // 3 - 3) :]}"
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How wide one posterior is, beside the size of its mean.
-
-    Attributes:
-        name: The parameter's plain name.
-        relative: sqrt(mean of std^2) / sqrt(mean of m^2) over its elements; infinite where the mean is zero.
-    """
-
-    name: str
-    relative: float
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one member of a file holds; print it.
-
-    Attributes:
-        path: The file.
-        member: Its name among the members of a mixture; empty in a file of one.
-        size: The file's size in bytes.
-        summary: Every tensor, as `summary(model)` lists them.
-        spreads: One per Bayesian tensor, the widest first.
-        prior_sigs: The smallest and the largest scale of a prior.
-    """
+    """What one member of a file holds; print it."""
 
     path: Path
-    member: str
-    size: int
+    member: str  # its name among the members of a mixture; empty in a file of one
     summary: Summary
-    spreads: tuple[Spread, ...]
-    prior_sigs: tuple[float, float]
+    spreads: tuple[Row, ...]  # of the Bayesian tensors, the widest relative to its mean first
+    prior_sigs: tuple[float, float]  # the smallest and the largest scale of a prior
 
     def __str__(self) -> str:
-        bayesian = [r for r in self.summary.rows if r.posterior]
-        others = [r for r in self.summary.rows if not r.posterior]
         low, high = self.prior_sigs
         member = f", member {self.member!r}" if self.member else ""
+        others = [r for r in self.summary.rows if not r.posterior]
         lines = [
-            f"file:      {self.path}{member} ({self.size / 2**20:,.2f} MiB, checksum right)",
+            f"file:      {self.path}{member} ({self.path.stat().st_size / 2**20:,.2f} MiB, checksum right)",
             f"method:    {self.summary.method}",
-            f"Bayesian:  {_count(bayesian)}; the posteriors keep {self.summary.extra_bytes / 2**20:,.2f} MiB "
+            f"Bayesian:  {_count(self.spreads)}; the posteriors keep {self.summary.extra_bytes / 2**20:,.2f} MiB "
             "beside the means",
             f"others:    {_count(others)}",
             f"prior_sig: {low:.3g}" + (f" to {high:.3g}" if high > low else ""),
         ]
         if self.spreads[0].relative == 0:
-            lines.append("spread:    none: a method without one, or not fitted yet")
-        else:
-            ends = {"largest": self.spreads[0], "smallest": self.spreads[-1]}
-            lines += [f"spread:    {end} {s.relative:.3g} of the mean's size, in {s.name}" for end, s in ends.items()]
+            return "\n".join([*lines, "spread:    none: a method without one, or not fitted yet"])
+        ends = {"largest": self.spreads[0], "smallest": self.spreads[-1]}
+        lines += [f"spread:    {end} {r.relative:.3g} of the mean's size, in {r.name}" for end, r in ends.items()]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -322,9 +276,21 @@ def inspect_file(dir: "str | os.PathLike[str]") -> list[Inspection]:  # noqa: A0
         ...     inspect_file(folder)[0].prior_sigs
         (0.1, 0.1)
     """
-    path = Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE
-    members = read(path)
-    return [_inspection(path, member, file) for member, file in members.items()]
+    path, found = Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE, []
+    for member, file in read(path).items():
+        posteriors = list(stored_posteriors(file))
+        rows = [replace(_row(p.name, p), relative=_relative(p.std, p.mean)) for p in posteriors]
+        rest = [Row(n, tuple(t.shape), note="stored as it is") for (kind, n), t in file.tensors.items() if kind == REST]
+        found.append(
+            Inspection(
+                path,
+                member,
+                Summary(repr(file.method), (*rows, *rest), _extra_bytes(posteriors)),
+                tuple(sorted(rows, key=lambda row: -row.relative)),
+                (min(p.prior_sig for p in posteriors), max(p.prior_sig for p in posteriors)),
+            )
+        )
+    return found
 
 
 def stored_posteriors(file: File) -> Iterator[Posterior]:
@@ -334,43 +300,16 @@ def stored_posteriors(file: File) -> Iterator[Posterior]:
         param = nn.Parameter(file.tensors[MEAN, name], requires_grad=False)
         home.register_parameter("theta", param)
         posterior = file.posterior(name, param)
-        posterior.attach(name, home, "theta", _Itself())
+        posterior.attach(name, home, "theta", None)  # type: ignore[arg-type]  # no model reads it
         posterior.load_state(file.state(name))
         yield posterior
-
-
-class _Itself:
-    """Reads of a posterior that belongs to no model give its mean."""
-
-    def __init__(self) -> None:
-        self.told: set[str] = set()
-        self.penalized = True
-
-    def read(self, posterior: Posterior, original: Tensor) -> Tensor:
-        return posterior.mean_theta(original)
-
-
-def _inspection(path: Path, member: str, file: File) -> Inspection:
-    """Describe one member."""
-    rows, spreads, extra, sigs = [], [], 0, []
-    for posterior in stored_posteriors(file):
-        rows.append(described_row(posterior.name, posterior))
-        spreads.append(Spread(posterior.name, _relative(posterior.std, posterior.mean)))
-        extra += sum(t.nbytes for t in posterior.state().values())
-        sigs.append(posterior.prior_sig)
-    for (kind, name), tensor in file.tensors.items():
-        if kind == REST:
-            rows.append(Row(name, tuple(tensor.shape), "", "-", "stored as it is", tensor.numel()))
-    spreads.sort(key=lambda s: -s.relative)
-    summary = Summary(repr(file.method), tuple(rows), extra)
-    return Inspection(path, member, path.stat().st_size, summary, tuple(spreads), (min(sigs), max(sigs)))
 
 
 def _relative(std: Tensor, mean: Tensor) -> float:
     """Return sqrt(mean std^2) / sqrt(mean m^2), 0 for a point."""
     spread, size = (float(t.double().square().mean().sqrt()) for t in (std, mean))
-    return spread / size if size else float("inf") if spread else 0.0
+    return spread / size if size else math.inf if spread else 0.0
 
 
-def _count(rows: list[Row]) -> str:
+def _count(rows: Sequence[Row]) -> str:
     return f"{sum(r.count for r in rows):,} numbers in {len(rows)} tensor{'s' * (len(rows) != 1)}"

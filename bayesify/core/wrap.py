@@ -159,8 +159,8 @@ def wrap(model: nn.Module, method: Method, posteriors: list[tuple[Candidate, Pos
             parametrize.register_parametrization(module, attribute, posterior, unsafe=True)
         module, attribute = candidate.places[0]
         posterior.attach(candidate.name, module.parametrizations[attribute], "original", scope)  # type: ignore[index,arg-type]
-    for module in {s.module for s in sites}:
-        _share_class(module, frozenset(s.attribute for s in sites if s.module is module))
+    for module, names in _attributes(sites).items():
+        _share_class(module, frozenset(names))
     model._bayesify_scope = scope  # type: ignore[assignment]
     for extension in extensions:
         extension.put_on(model)
@@ -218,20 +218,27 @@ def unbayesify(model: M, to: str = "mean") -> M:
     return model
 
 
+def _attributes(sites: list[Site]) -> dict[nn.Module, list[str]]:
+    """Return the attributes that read posteriors, by module."""
+    found: dict[nn.Module, list[str]] = {}
+    for site in sites:
+        found.setdefault(site.module, []).append(site.attribute)
+    return found
+
+
 def _check_removable(scope: Scope) -> None:
     if follow(scope.posteriors):
         raise ValueError(
             "the model is sharded over devices by FSDP2, which would not find its parameters any more; unbayesify it "
             "before fully_shard, or save(model, dir): its model.safetensors is the plain model"
         )
-    for site in scope.sites:
-        kept: Any = site.module.parametrizations
-        ours = {s.attribute for s in scope.sites if s.module is site.module}
-        later = [a for a in kept if a not in ours and a in site.order]
-        if later or len(kept[site.attribute]) > 1:
+    ours = _attributes(scope.sites)
+    for module, order in {s.module: s.order for s in scope.sites}.items():
+        kept: Any = module.parametrizations
+        if later := [a for a in kept if (len(kept[a]) > 1 if a in ours[module] else a in order)]:
             raise ValueError(
-                f"{type(site.module).__name__}.{(later or [site.attribute])[0]} has a parametrization that was "
-                "registered after bayesify; remove that one first (torch.nn.utils.parametrize.remove_parametrizations)"
+                f"{type(module).__name__}.{later[0]} has a parametrization that was registered after bayesify; remove "
+                "that one first (torch.nn.utils.parametrize.remove_parametrizations)"
             )
 
 
