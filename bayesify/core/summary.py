@@ -300,7 +300,7 @@ def stored_posteriors(file: File) -> Iterator[Posterior]:
         param = nn.Parameter(file.tensors[MEAN, name], requires_grad=False)
         home.register_parameter("theta", param)
         posterior = file.posterior(name, param)
-        posterior.attach(name, home, "theta", None)  # type: ignore[arg-type]  # no model reads it
+        posterior.attach(name, home, "theta", None)  # no model reads it
         posterior.load_state(file.state(name))
         yield posterior
 
