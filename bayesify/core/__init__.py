@@ -1,3 +1,3 @@
 """The wrapped model: posteriors on its parameters, which theta a read sees, the penalty, files."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
