@@ -114,6 +114,12 @@ def test_regression(example):
     assert has(example, "docs/regression.md", "uci", example("uci_tables").tables())
 
 
+def test_other_libraries(example):
+    found = results("libraries")
+    assert all(len(cells) == len(found["libraries"]) for cells in found["rows"].values())
+    assert has(example, "docs/comparison.md", "libraries", example("libraries").table(found))
+
+
 def test_novelty(example):
     assert has(example, "docs/abstaining.md", "novelty", example("novelty").section())
 

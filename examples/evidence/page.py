@@ -200,6 +200,7 @@ Exactness <exactness>
 Benchmarks <benchmarks>
 Reproduction of a paper <reproduction>
 The zoo <zoo>
+Other libraries <comparison>
 ```
 """
 
