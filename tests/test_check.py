@@ -76,7 +76,7 @@ def test_counting_sees_operations_custom_ones_and_loops(monkeypatch):
     monkeypatch.delenv("BAYESIFY_ENGINE", raising=False)
     x, out = torch.ones(8), torch.empty(8)
     dispatch.run(checks.squares, None, (x, 0.5, 1.0), (out,))
-    with checks.counting() as count:
+    with checks.Counting() as count:
         x.view(2, 4)
         assert count.launches == 0
         x + 1

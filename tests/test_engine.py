@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_cases import DOUBLE, EVERYWHERE, FULL, SHARDS, SIZES, cases, exact, sizes, stream_of
 
-from bayesify.engine import dispatch, programs, writing
+from bayesify.engine import dispatch, writing
 from bayesify.engine.noise import Stream
 
 EPS = {torch.float32: torch.finfo(torch.float32).eps, torch.float64: torch.finfo(torch.float64).eps}
@@ -192,20 +192,20 @@ def test_tensors_of_other_sizes():
 
 
 def test_programs_lie_in_a_private_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "_cache_folder", lambda: tmp_path)
-    found = programs.folder.__wrapped__()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = writing.folder.__wrapped__()
     assert found == tmp_path / "bayesify" and found.stat().st_mode & 0o777 == 0o700
     found.chmod(0o777)  # now anybody may have left a program there
-    other = programs.folder.__wrapped__()
-    assert other != found and programs.is_private(other)
+    other = writing.folder.__wrapped__()
+    assert other != found and writing.is_private(other)
 
 
 def test_a_damaged_program_is_written_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(programs, "folder", lambda: tmp_path)
-    assert programs.imported("answer = 42\n", __file__).answer == 42
+    monkeypatch.setattr(writing, "folder", lambda: tmp_path)
+    assert writing.imported("answer = 42\n", __file__).answer == 42
     (file,) = tmp_path.glob("*.py")
     file.write_text("answer = 7\n")
-    assert programs.imported("answer = 42\n", __file__).answer == 42
+    assert writing.imported("answer = 42\n", __file__).answer == 42
 
 
 def test_machine_code_is_found_again_by_another_process(tmp_path):
@@ -320,6 +320,6 @@ def test_noise_of_a_host_seed_is_not_captured(monkeypatch):
 
 def test_kinds_of_arguments():
     x, y = torch.ones(3), torch.ones(3, dtype=torch.float64)
-    found = writing.sort((x, 2, torch.tensor(3.0)), (x, y), held=True)
+    found = writing.sort((x, 2, torch.tensor(3.0)), (x, y))
     assert found.kinds == ("f32", "number", "number") and found.targets == (0, "f64")
     assert found.numbers == [2.0, 3.0] and found.arrays[0] is x

@@ -201,7 +201,7 @@ for name in sys.argv[1:]:
 def test_where_names_cannot_be_its_own_nothing_is_kept(monkeypatch):
     from numba.core.bytecode import FunctionIdentity
 
-    from bayesify.engine.naming import name_alone
+    from bayesify.engine.cpu import name_alone
 
     monkeypatch.setattr(FunctionIdentity, "_unique_ids", iter(range(9)))
     assert not name_alone()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bayesify.engine import noise as noises
-from bayesify.engine.generator import BLOCK, HALF, drop_bound, mix, name_key, normal_pair, threefry, words_of
+from bayesify.engine.generator import BLOCK, HALF, drop_bound, mix, name_key, normal_pair, secret, threefry, words_of
 from bayesify.engine.noise import Stream
 
 LONG = 128 * BLOCK + 5
@@ -62,19 +62,19 @@ def test_threefry_gives_the_published_numbers(rounds, counter, key, result, kind
 def test_words_come_from_the_counter_of_their_pair():
     """Elements r and r + 4096 of block b share the counter 4096 b + r, under a key of (name, seed)."""
     found = stream(3 * BLOCK, seed=7).words()
-    secret = threefry(words_of(name_key("weight")), words_of(7), rounds=20)
+    own = threefry(words_of(name_key("weight")), words_of(7), rounds=20)
     for element in (0, 1, HALF - 1, HALF, BLOCK - 1, BLOCK, 2 * BLOCK + HALF + 17):
         block, r = divmod(element, BLOCK)
-        pair = threefry(secret, (HALF * block + r % HALF, 0))
+        pair = threefry(own, (HALF * block + r % HALF, 0))
         assert int(found[element]) == pair[r // HALF]
 
 
 def test_counters_beyond_32_bits_have_a_second_word():
     start = (1 << 45) + 3
-    secret = threefry(words_of(name_key("weight")), words_of(0), rounds=20)
+    own = threefry(words_of(name_key("weight")), words_of(0), rounds=20)
     counter = start // BLOCK * HALF + start % HALF
     assert counter >> 32
-    wanted = threefry(secret, words_of(counter))[0]
+    wanted = threefry(own, words_of(counter))[0]
     assert int(stream(1, start=start).words()[0]) == wanted
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BAYESIFY_ENGINE", "torch")
@@ -296,8 +296,8 @@ def test_name_keys_are_stable_and_distinct():
 
 
 def test_draws_never_share_the_key_of_their_counters():
-    base = mix(17)
-    assert len({stream(1, seed=base + i).secret for i in range(20_000)}) == 20_000
+    base, key = mix(17), words_of(name_key("weight"))
+    assert len({secret(key, words_of(base + i)) for i in range(20_000)}) == 20_000
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))

@@ -4,10 +4,12 @@ numba is imported at the first draw: the rounding of a number must not depend on
 is kept on disk beside the programs.
 """
 
+import itertools
 import math
 import os
+import secrets
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
@@ -20,10 +22,22 @@ from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from bayesify.engine.generator import BLOCK, HALF, drop_bound, horner, words_of
-from bayesify.engine.naming import name_alone
-from bayesify.engine.programs import imported
-from bayesify.engine.writing import ATANH, Formula, Kinds, Sorted, Writer, sort, write
+from bayesify.engine.generator import drop_bound, horner, words_of
+from bayesify.engine.writing import ATANH, Formula, Kinds, Writer, imported, sort, write
+
+
+def name_alone() -> bool:
+    """Let this process name its machine code as no other does; return whether it could.
+
+    numba numbers the functions that it compiles, from 1 in every process, and names their code by it. Where code of two
+    formulas, which two processes left on disk, bears one name, the first that is loaded would answer for both.
+    """
+    numbered: Any = getattr(import_module("numba.core.bytecode"), "FunctionIdentity", None)
+    if not isinstance(getattr(numbered, "_unique_ids", None), itertools.count):
+        return False
+    numbered._unique_ids = itertools.count(secrets.randbits(62))
+    return True
+
 
 KEEPS = name_alone()  # loops on disk: not where their names might be those of others
 TILE = 512  # counters at a time: their noise stays in the fastest cache
@@ -94,6 +108,7 @@ def _log(x: Any) -> Any:
 class NumbaWriter(Writer):
     """Casts every constant and every whole number: numba would make 64 bits of it."""
 
+    mark, load, store = "@inner", "{}[i]", "{}[i] = {}"
     constant = cast = whole = "{kind}({x})"
     view = "as_{kind}({x})"
     functions: ClassVar[dict[str, Any]] = {
@@ -107,9 +122,11 @@ class NumbaWriter(Writer):
 
 TEXT = """import math
 import numpy as np
-from bayesify.engine.cpu import adding, as_f32, as_i32, carray, f32, f64, i32, inner, loop, pointer, prange, threads, u32, u64
+from bayesify.engine.generator import BLOCK, HALF
+from bayesify.engine.cpu import FEW, SUMS, TILE, adding, as_f32, as_i32, carray, f32, f64, i32, inner, loop, pointer, prange, threads, u32, u64
 
 number = f64
+sums = {sums}
 
 {functions}{tile}
 @{apply}
@@ -124,116 +141,89 @@ def apply({all}first, count, totals{buffer}):
 @loop
 def serial({all}lo, hi, start, totals, key0, key1, seed0, seed1, bound):
     {views}
-    totals = carray(pointer(totals, f64), ({count},))
+    totals = carray(pointer(totals, f64), ({sums},))
 {loops}
 @threads
-def several(pieces, {all}size, start, totals, key0, key1, seed0, seed1, bound):
-    step = -(-size // (pieces * {BLOCK})) * {BLOCK}
+def several({all}pieces, size, start, totals, key0, key1, seed0, seed1, bound):
+    step = -(-size // (pieces * BLOCK)) * BLOCK
     for piece in prange(pieces):
         lo, hi = piece * step, min((piece + 1) * step, size)
         if lo < hi:
-            serial({all}lo, hi, start, totals + {row} * piece, key0, key1, seed0, seed1, bound)
+            serial({all}lo, hi, start, totals + 8 * SUMS * piece, key0, key1, seed0, seed1, bound)
 """
-PLAIN = """    for first in range(lo, hi, {STEP}):
-        apply({all}first, min({STEP}, hi - first), totals)
+PLAIN = """    for first in range(lo, hi, {step}):
+        apply({all}first, min({step}, hi - first), totals)
 """
-NOISY = """    buffer, bound = np.empty({TILE} * 2, {held}), u32(bound)
+NOISY = """    buffer, bound = np.empty(TILE * 2, {held}), u32(bound)
     k0, k1 = secret(u32(key0), u32(key1), u32(seed0), u32(seed1))
-    for counter in range((start + lo) // {BLOCK} * {HALF}, ((start + hi - 1) // {BLOCK} + 1) * {HALF}, {TILE}):
+    for counter in range((start + lo) // BLOCK * HALF, ((start + hi - 1) // BLOCK + 1) * HALF, TILE):
         made = False
         for half in range(2):
-            at = counter // {HALF} * {BLOCK} + counter % {HALF} + half * {HALF} - start
-            first, last = max(at, lo), min(at + {TILE}, hi)
+            at = counter // HALF * BLOCK + counter % HALF + half * HALF - start
+            first, last = max(at, lo), min(at + TILE, hi)
             if first < last:
                 if not made:
                     tile(k0, k1, u32(counter & 0xFFFFFFFF), u32(counter >> 32), buffer)
                     made = True
-                apply({all}first, last - first, totals, buffer, half * {TILE} + first - at, bound)
+                apply({all}first, last - first, totals, buffer, half * TILE + first - at, bound)
 """
 TILED = """@inner
 def tile(k0, k1, low, high, buffer):
-    for j in range(i32({TILE})):  # an index of 64 bits would halve the vectors
-        buffer[j], buffer[j + {TILE}] = pair(k0, k1, u32(low + u32(j)), high)
+    for j in range(i32(TILE)):  # an index of 64 bits would halve the vectors
+        buffer[j], buffer[j + TILE] = pair(k0, k1, u32(low + u32(j)), high)
 
 """
 
 
 @cache
-def program(formula: Formula, kinds: Kinds, targets: Kinds) -> tuple[Callable[..., None], Callable[..., None], int]:
-    """Write the loops of a formula, for one thread and for several, and return how many of its results are summed."""
-    made = write(NumbaWriter, "@inner", "{}[i]", "{}[i] = {}", formula, kinds, targets)
-    summed = made.results[len(targets) :]
-    own: dict[str, Any] = {
-        "functions": made.functions,
-        "all": made.all,
-        "items": made.items,
-        "held": made.held,
-        "count": len(summed),
-        "BLOCK": BLOCK,
-        "HALF": HALF,
-        "TILE": TILE,
-        "STEP": FEW if summed else BLOCK,
-        "row": 8 * SUMS,
-        "before": "",
-        "each": "; ".join(made.stores),
-        "after": "",
-        "apply": "inner",
-        "buffer": "",
-        "item": "",
-        "tile": "",
-        "results": ", ".join(made.results),
-    }
-    own["views"] = "; ".join(f"{x} = carray(pointer({x}, {kind}), (hi,))" for x, kind in made.arrays.items())
-    if summed:  # float32 holds the sum of a few, not that of a tensor
-        own["before"] = f"{' = '.join(f's{r}' for r in summed)} = {made.real}(0)"
-        own["each"] = "; ".join([*made.stores, *(f"s{r} += {r}" for r in summed)])
-        own["after"], own["apply"] = "; ".join(f"totals[{j}] += s{r}" for j, r in enumerate(summed)), "adding"
-    if made.noise:
-        own |= {"buffer": ", buffer, shift, bound", "item": "buffer[u64(shift + j)], bound"}
-        own["tile"] = TILED.format(**own)
-    own["loops"] = (NOISY if made.noise else PLAIN).format(**own)
-    module = imported(TEXT.format(**own), __file__)
-    return module.serial, module.several, len(summed)
+def program(formula: Formula, kinds: Kinds, targets: Kinds) -> Any:
+    """Write a formula's loops, `serial` and `several` on more than one thread; `sums` is how many results are summed."""
+    made = write(NumbaWriter, formula, kinds, targets)
+    sums = [f"s{r}" for r in made.summed]
+    added = [f"{s} += {r}" for s, r in zip(sums, made.summed, strict=True)]
+    loops = (NOISY if made.noise else PLAIN).format(
+        all=made.all, held=made.real if made.noise == "eps" else "u32", step="FEW" if sums else "BLOCK"
+    )
+    text = TEXT.format(
+        **made._asdict(),
+        sums=len(sums),
+        tile=TILED if made.noise else "",
+        apply="adding" if sums else "inner",
+        buffer=", buffer, shift, bound" if made.noise else "",
+        item="buffer[u64(shift + j)], bound" if made.noise else "",
+        before=f"{' = '.join(sums)} = {made.real}(0)" if sums else "",  # float32 holds the sum of a few
+        each="; ".join([*made.stores, *added]),
+        after="; ".join(f"totals[{j}] += {s}" for j, s in enumerate(sums)),
+        views="; ".join(f"{x} = carray(pointer({x}, {kind}), (hi,))" for x, kind in made.arrays.items()),
+        loops=loops,
+    )
+    return imported(text, __file__)
 
 
 def run(
     formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], size: int, p_drop: float
 ) -> Tensor | None:
     """Run a formula over CPU tensors; tiles are summed in their own precision, which holds them, the rest in float64."""
-    given = sort(inputs, outputs, held=False)
+    given = sort(inputs, outputs)
     found, pieces = program(formula, given.kinds, given.targets), _pieces(size)
-    if not found[2]:
-        _call(found, given, stream, p_drop, size, pieces, 0)
-        return None
-    totals = np.zeros((pieces, SUMS))
-    _call(found, given, stream, p_drop, size, pieces, totals.ctypes.data)
-    return torch.from_numpy(totals[:, : found[2]].sum(0))
-
-
-def _call(found: Any, given: Sorted, stream: Any, p_drop: float, size: int, pieces: int, totals: int) -> None:
-    serial, several, _ = found
+    totals = np.zeros((pieces, SUMS)) if found.sums else None
     start, words = 0, (0, 0, 0, 0)
     if stream is not None:
         start, words = stream.start, (*words_of(int(stream.key)), *words_of(int(stream.seed)))
-    arguments = (*(t.data_ptr() for t in given.arrays), *given.numbers)
-    tail = (size, start, totals, *words, drop_bound(p_drop))
     if size:
-        launch(serial if pieces == 1 else several, 0 if pieces == 1 else pieces, arguments, tail)
-
-
-def launch(loop: Any, first: int, arguments: Sequence[Any], tail: Sequence[Any]) -> None:
-    """Call a loop: the one place where it is done."""
-    loop(*arguments, 0, *tail) if first == 0 else loop(first, *arguments, *tail)
+        loop, first = (found.serial, 0) if pieces == 1 else (found.several, pieces)
+        address = 0 if totals is None else totals.ctypes.data
+        arrays = (t.data_ptr() for t in given.arrays)
+        loop(*arrays, *given.numbers, first, size, start, address, *words, drop_bound(p_drop))
+    return None if totals is None else torch.from_numpy(totals[:, : found.sums].sum(0))
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
 
-_threads = {"usable": False}
-
 
 def _pieces(size: int) -> int:
     """Return on how many threads to work on so many elements, all of them torch's own."""
-    if not _threads["usable"] or size < 2 * PIECE:
+    if not _threaded or size < 2 * PIECE:
         return 1
     config: Any = numba.config
     count: int = max(1, min(torch.get_num_threads(), size // PIECE, config.NUMBA_NUM_THREADS))
@@ -263,11 +253,12 @@ def _choose_threads() -> bool:
 
 def _forked() -> None:
     """Stay on one thread in a forked child: its copy of OpenMP has lost the other threads, and numba would end it."""
-    _threads["usable"] = False
+    global _threaded
+    _threaded = False
 
 
 _count = torch.get_num_threads()
-_threads["usable"] = _choose_threads()
-torch.set_num_threads(_count)  # numba has told the OpenMP that both share to use every core
+_threaded = _choose_threads()
+torch.set_num_threads(_count)  # numba has set the OpenMP that both share to use every core
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)

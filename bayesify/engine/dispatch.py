@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from bayesify.engine.writing import KINDS, Formula, noise_of, several, sort
 
 ENGINES = {"cpu": "numba", "cuda": "triton", "xpu": "triton"}
 MODULES = {"numba": "bayesify.engine.cpu", "triton": "bayesify.engine.gpu"}
+PLAIN = (Tensor, nn.Parameter)
+LOADS = {"numba": (torch.float32, torch.float64, torch.int32), "triton": tuple(KINDS)}
 PIECE = {"cpu": 1 << 16}  # elements: what lies between two operations fits into the cache
 LARGEST_PIECE = 1 << 22  # elsewhere: so that temporaries stay bounded
 INSTALL = {
@@ -36,7 +38,7 @@ INSTALL = {
 
 
 class Job(NamedTuple):
-    """A formula to run over some tensors, among others; see `run`."""
+    """A formula to run over some tensors; see `run`."""
 
     formula: Formula
     stream: Any
@@ -57,14 +59,8 @@ def run(
         outputs: A tensor for each of its first results.
         p_drop: The probability with which a mask is False.
     """
-    inputs, outputs = _flattened(inputs, outputs)
-    size = _size([*outputs, *(x for x in inputs if isinstance(x, Tensor))])
-    engine = _engine([*inputs, *outputs])
-    if engine is None:
-        return _run_by_torch(formula, stream, inputs, outputs, p_drop, size)
-    sums: Tensor | None = engine.run(formula, stream, inputs, outputs, size, p_drop)
-    _raise_versions(inputs, outputs)
-    return sums
+    job = _as_vectors(Job(formula, stream, inputs, outputs, p_drop))
+    return _run(job, _engine(job))
 
 
 def total(formula: Formula, inputs: Sequence[Any], stream: Any = None, *, p_drop: float = 0.0) -> Tensor:
@@ -79,44 +75,27 @@ def run_all(jobs: Sequence[Job]) -> Tensor | None:
 
     Of sums, of which all formulas have equally many, there is a row for each job.
     """
-    parts, order = [], []
-    for engine, places, group, alone in _grouped(jobs):
-        if engine is None:
-            found = [run(j.formula, j.stream, j.inputs, j.outputs, p_drop=j.p_drop) for j in alone]
-            sums = None if found[0] is None else torch.stack(found)  # type: ignore[arg-type]
-        else:
-            sums = engine.run_all(group)
-            for job in alone:
-                _raise_versions(job.inputs, job.outputs)
-        if sums is not None:
-            parts.append(sums)
-            order += places
-    if order == list(range(len(order))):
-        return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
-    rows = [row for part in parts for row in part]
-    return torch.stack([rows[order.index(i)] for i in range(len(rows))])
-
-
-def fresh(likes: Sequence[Tensor]) -> list[Tensor]:
-    """Make an uninitialised tensor like each of some, where one piece of memory serves all better in one piece."""
-    one_kind = len({(t.dtype, t.device) for t in likes}) == 1
-    if len(likes) > 1 and one_kind and (engine := _engine(likes)) is not None and hasattr(engine, "fresh"):
-        made: list[Tensor] = engine.fresh(likes)
-        return made
-    return [torch.empty_like(t, requires_grad=False) for t in likes]
-
-
-def sent(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    """Return numbers as a tensor on a device, which is not waited for: they are sent again only where they changed."""
-    if device.type == "cpu" or torch.compiler.is_compiling():
-        return torch.tensor(rows, dtype=torch.float64, device=device)
-    return _sent(tuple(map(tuple, rows)), device)
-
-
-@lru_cache(maxsize=64)
-def _sent(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    found = torch.tensor(rows, dtype=torch.float64 if device.type in ENGINES else torch.float32)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+    rows: dict[int, Any] = {}
+    groups: dict[Any, list[tuple[int, Job, Any]]] = {}
+    for i, job in enumerate(map(_as_vectors, jobs)):
+        engine = _engine(job)
+        if engine is None or not hasattr(engine, "run_all"):
+            rows[i] = _run(job, engine)
+            continue
+        given, seed = sort(job.inputs, job.outputs), None if job.stream is None else job.stream.seed
+        seed = id(seed) if isinstance(seed, Tensor) else seed
+        key = (engine, job.formula, job.p_drop, given.kinds, given.targets, given.arrays[0].device, seed)
+        groups.setdefault(key, []).append((i, job, given))
+    sums: Tensor | None = None
+    for (engine, formula, p_drop, *_), members in groups.items():
+        sums = engine.run_all(formula, p_drop, [(given, job.stream, _size(job)) for _, job, given in members])
+        for row, (i, job, _) in enumerate(members):
+            _raise_versions(job)
+            rows[i] = None if sums is None else sums[row]
+    if sums is not None and len(sums) == len(rows):
+        return sums
+    found = [rows[i] for i in range(len(jobs))]
+    return None if not found or found[0] is None else torch.stack(found)
 
 
 def transformed() -> bool:
@@ -135,9 +114,6 @@ functional._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # -- which engine ------------------------------------------------------------------------------------------------------
 
-PLAIN = (Tensor, nn.Parameter)
-LOADS = {"numba": (torch.float32, torch.float64, torch.int32), "triton": tuple(KINDS)}
-
 
 def chosen(device: str) -> str:
     """Return the name of the engine of a type of device, "torch" where there is none.
@@ -154,38 +130,28 @@ def chosen(device: str) -> str:
         raise ValueError(
             f"BAYESIFY_ENGINE=numba serves tensors of a CPU, got one on {device!r}; unset it, or use torch"
         )
-    if forced == "triton" and device == "cpu":
-        _check_interpreter()
-    return forced
-
-
-def _check_interpreter() -> None:
-    """Raise unless Triton interprets kernels, as it must on a CPU."""
     triton = sys.modules.get("triton")
-    if os.environ.get("TRITON_INTERPRET") != "1" or (triton is not None and not triton.knobs.runtime.interpret):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and (triton is None or triton.knobs.runtime.interpret)
+    if forced == "triton" and device == "cpu" and not interpreted:
         raise ValueError(
             "BAYESIFY_ENGINE=triton runs tensors of a CPU in Triton's interpreter, which needs TRITON_INTERPRET=1 in "
             "the environment before triton is imported; set it before Python starts, or unset BAYESIFY_ENGINE"
         )
+    return forced
 
 
-def _engine(tensors: Sequence[Any]) -> ModuleType | None:
-    """Return the engine that can work on these, plain contiguous tensors of one device; None is torch's operations."""
-    device = None
+def _engine(job: Job) -> ModuleType | None:
+    """Return the engine that can do a job on plain contiguous tensors of one device; None is torch's operations."""
+    tensors = [t for t in (*job.inputs, *job.outputs) if isinstance(t, Tensor)]
+    placed = [t for t in tensors if t.dim() or not t.is_cpu]
+    if not placed or transformed():
+        return None
+    device = placed[0].device
+    loads = LOADS.get(name := chosen(device.type), ())
     for t in tensors:
-        if isinstance(t, Tensor):
-            if type(t) not in PLAIN or not t.is_contiguous():
-                return None
-            if t.dim() or t.device.type != "cpu":
-                if device is not None and t.device != device:
-                    return None
-                device = t.device
-    if device is None or transformed():
-        return None
-    name = chosen(device.type)
-    if name == "torch" or any(isinstance(t, Tensor) and t.dim() and t.dtype not in LOADS[name] for t in tensors):
-        return None
-    return ready(name)
+        if type(t) not in PLAIN or not t.is_contiguous() or (t.dim() and t.dtype not in loads):
+            return None
+    return ready(name) if loads and all(t.device == device for t in placed) else None
 
 
 @cache
@@ -199,11 +165,6 @@ def ready(name: str) -> ModuleType | None:
         warnings.warn(INSTALL[name].format(str(error).strip().split("\n")[0] or type(error).__name__), stacklevel=2)
         return None
     return engine
-
-
-def in_use() -> list[str]:
-    """Return the names of the engines that have been imported."""
-    return [name for name, module in MODULES.items() if module in sys.modules]
 
 
 def _probe(engine: ModuleType) -> None:
@@ -226,59 +187,39 @@ def as_normal(eps: Any) -> Any:
     return eps
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+# -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-def _flattened(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+def _run(job: Job, engine: ModuleType | None) -> Tensor | None:
+    if engine is None:
+        return _run_by_torch(job)
+    sums: Tensor | None = engine.run(job.formula, job.stream, job.inputs, job.outputs, _size(job), job.p_drop)
+    _raise_versions(job)
+    return sums
+
+
+def _as_vectors(job: Job) -> Job:
     """View tensors as vectors where all are numbers, such as a parameter without dimensions: 0-dim is for constants."""
-    if any(x.dim() for x in (*inputs, *outputs) if isinstance(x, Tensor)):
-        return list(inputs), list(outputs)
-    seen = {id(x): x.detach().view(1) for x in (*inputs, *outputs) if isinstance(x, Tensor)}
-    return [seen.get(id(x), x) for x in inputs], [seen[id(y)] for y in outputs]
+    if any(x.dim() for x in (*job.inputs, *job.outputs) if isinstance(x, Tensor)):
+        return job
+    seen = {id(x): x.detach().view(1) for x in (*job.inputs, *job.outputs) if isinstance(x, Tensor)}
+    inputs = [seen.get(id(x), x) for x in job.inputs]
+    return job._replace(inputs=inputs, outputs=[seen[id(y)] for y in job.outputs])
 
 
-def _size(tensors: list[Tensor]) -> int:
+def _size(job: Job) -> int:
     """Return how many elements each tensor has."""
-    sizes = {t.numel() for t in tensors if t.dim()}
+    sizes = {t.numel() for t in (*job.inputs, *job.outputs) if isinstance(t, Tensor) and t.dim()}
     if len(sizes) != 1:
         raise ValueError(f"a formula runs over tensors of one size, got {sorted(sizes)} elements")
     return sizes.pop()
 
 
-def _raise_versions(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+def _raise_versions(job: Job) -> None:
     """Tell autograd which of the inputs were written to."""
-    for out in outputs:
-        if any(out is x for x in inputs) and not out.is_inference():
+    for out in job.outputs:
+        if any(out is x for x in job.inputs) and not out.is_inference():
             torch.autograd.graph.increment_version(out)
-
-
-def _grouped(jobs: Sequence[Job]) -> list[tuple[ModuleType | None, list[int], Any, list[Job]]]:
-    """Sort jobs by what one launch can do; of each group the engine, the places, what it is given, and the jobs."""
-    groups: dict[Any, tuple[ModuleType | None, list[tuple[int, Job, Any]]]] = {}
-    for i, job in enumerate(jobs):
-        inputs, outputs = _flattened(job.inputs, job.outputs)
-        job = job._replace(inputs=inputs, outputs=outputs)
-        engine = _engine([*inputs, *outputs])
-        key: Any = i
-        given = None
-        if engine is not None and hasattr(engine, "run_all"):
-            given = sort(inputs, outputs, held=True)
-            seed = None if job.stream is None else job.stream.seed
-            seed = id(seed) if isinstance(seed, Tensor) else seed
-            key = (job.formula, given.kinds, given.targets, job.p_drop, given.arrays[0].device, seed)
-        groups.setdefault(key, (engine, []))[1].append((i, job, given))
-    found: list[tuple[ModuleType | None, list[int], Any, list[Job]]] = []
-    for engine, members in groups.values():
-        places, alone = [i for i, _, _ in members], [job for _, job, _ in members]
-        if engine is None or members[0][2] is None:
-            found.append((None, places, None, alone))
-            continue
-        rows = [
-            (given, j.stream, _size([x for x in (*j.inputs, *j.outputs) if isinstance(x, Tensor)]))
-            for _, j, given in members
-        ]
-        found.append((engine, places, engine.Group(alone[0].formula, alone[0].p_drop, rows), alone))
-    return found
 
 
 # -- torch's operations ------------------------------------------------------------------------------------------------
@@ -288,50 +229,35 @@ def by_torch(
     formula: Formula, stream: Any, inputs: Sequence[Any], dtype: torch.dtype, p_drop: float = 0.0
 ) -> tuple[Any, ...]:
     """Evaluate a formula by torch's operations, in float64 or else float32; the noise has the stream's shape."""
-    kind, wide = noise_of(formula), torch.float64 if dtype == torch.float64 else torch.float32
-    made = [generator.tensor(kind, stream, wide, p_drop).view(torch.Size(stream.shape))] if kind else []
-    return several(formula(*made, *(_widened(x, wide) for x in inputs)))
-
-
-def _widened(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.dim() and x.is_floating_point() else x
-
-
-def _pieces(device: torch.device, size: int) -> list[tuple[int, int]]:
-    step = PIECE.get(device.type, LARGEST_PIECE)
-    return [(first, min(step, size - first)) for first in range(0, max(size, 1), step)]
-
-
-def _cut(stream: Any, inputs: Sequence[Any], first: int, count: int) -> tuple[Any, list[Any]]:
-    """Return a piece of the noise and of the inputs."""
-    stream = None if stream is None else stream._replace(shape=(count,), start=stream.start + first)
-    return stream, [x[first : first + count] if isinstance(x, Tensor) and x.dim() else x for x in inputs]
+    kind, real = noise_of(formula), torch.float64 if dtype == torch.float64 else torch.float32
+    made = [generator.tensor(kind, stream, real, p_drop).view(torch.Size(stream.shape))] if kind else []
+    vectors = [isinstance(x, Tensor) and x.dim() > 0 and x.is_floating_point() for x in inputs]
+    return several(formula(*made, *(x.to(real) if v else x for x, v in zip(inputs, vectors, strict=True))))
 
 
 @torch.no_grad()
-def _run_by_torch(
-    formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], p_drop: float, size: int
-) -> Tensor | None:
-    dtype = _precision([*inputs, *outputs])
-    flat = [x.detach().reshape(-1) if isinstance(x, Tensor) and x.dim() else x for x in inputs]
-    whole = [y.detach().view(-1) if y.is_contiguous() else y.new_empty(y.numel()) for y in outputs]
-    device = next(x.device for x in (*whole, *flat) if isinstance(x, Tensor) and x.dim())
+def _run_by_torch(job: Job) -> Tensor | None:
+    """Do a job in pieces."""
+    size = _size(job)
+    flat = [x.detach().reshape(-1) if isinstance(x, Tensor) and x.dim() else x for x in job.inputs]
+    whole = [y.detach().view(-1) if y.is_contiguous() else y.new_empty(y.numel()) for y in job.outputs]
+    vectors = [x for x in (*whole, *flat) if isinstance(x, Tensor) and x.dim()]
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in vectors) else torch.float32
+    device = vectors[0].device
     wide = torch.float64 if device.type in ENGINES else torch.float32  # others, such as MPS, have no float64
-    sums: Tensor | None = None
-    for first, count in _pieces(device, size):
-        found = by_torch(formula, *_cut(stream, flat, first, count), dtype, p_drop)
+    step, stream, sums = PIECE.get(device.type, LARGEST_PIECE), job.stream, None
+    for first in range(0, max(size, 1), step):
+        last = min(first + step, size)
+        if job.stream is not None:
+            stream = job.stream._replace(shape=(last - first,), start=job.stream.start + first)
+        cut = [x[first:last] if isinstance(x, Tensor) and x.dim() else x for x in flat]
+        found = by_torch(job.formula, stream, cut, dtype, job.p_drop)
         for y, piece in zip(whole, found, strict=False):
-            y[first : first + count].copy_(piece)
+            y[first:last].copy_(piece)
         if len(found) > len(whole):
             piece = torch.stack([x.sum(dtype=wide) for x in found[len(whole) :]])
             sums = piece if sums is None else sums + piece
-    for y, target in zip(whole, outputs, strict=True):
+    for y, target in zip(whole, job.outputs, strict=True):
         if not target.is_contiguous():
             target.copy_(y.view(target.shape))
     return sums
-
-
-def _precision(tensors: Sequence[Any]) -> torch.dtype:
-    """Return the type to compute in."""
-    double = any(isinstance(t, Tensor) and t.dim() and t.dtype == torch.float64 for t in tensors)
-    return torch.float64 if double else torch.float32

@@ -7,7 +7,6 @@ variables of a program (`bayesify.engine.writing`).
 """
 
 import hashlib
-from functools import cache
 from typing import Any
 
 import torch
@@ -103,7 +102,6 @@ def normal_pair(words: tuple[Any, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     return r * horner(COS, t * t) * sign, r * (t * horner(SIN, t * t))
 
 
-@cache
 def drop_bound(p_drop: float) -> int:
     """Return the word below which an element is dropped."""
     return min(round(p_drop * 2**32), MASK32)

@@ -6,26 +6,27 @@ numbers on every engine.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bayesify.engine.generator import BLOCK, HALF, drop_bound, signed
-from bayesify.engine.programs import imported
-from bayesify.engine.writing import Formula, Kinds, Sorted, Writer, sort, write
+from bayesify.engine.writing import Formula, Kinds, Sorted, Writer, imported, sort, write
 
 LANES = 1024  # counters of one program, which has twice as many elements
 OPTIONS = {"enable_fp_fusion": True, "num_warps": 4}  # x * y + z may be one instruction
-ALIGNED = 64  # elements, at a multiple of which each of many outputs begins
+CONSTANTS = {"BLOCK": BLOCK, "HALF": HALF, "LANES": LANES}
 HEAD = 3  # numbers of a table's row before the addresses: size, start, key
 
 
 class TritonWriter(Writer):
     """Writes what Triton does not guess: a Python float would be a float32."""
 
+    mark, load, store = "@triton.jit", "tl.load({} + at + lane, inside, 1.0)", "tl.store({} + at + lane, {}, inside)"
     constant, cast, view = "tl.full((), {x}, {kind})", "{x}.to({kind})", "{x}.to({kind}, bitcast=True)"
     functions: ClassVar[dict[str, Any]] = {
         "exp": "tl.exp({})",
@@ -46,7 +47,7 @@ i32, u32, bf16, number = tl.constexpr(tl.int32), tl.constexpr(tl.uint32), tl.con
 def work({all}program, slot, n, start, key, seed, bound, totals):
     first = start // {BLOCK} * {HALF} + program * {LANES}
     lane = tl.arange(0, {LANES})
-    {noise}
+    {noisy}
     for half in tl.static_range(2):
         at = first // {HALF} * {BLOCK} + first % {HALF} + half * {HALF} - start
         inside = (lane >= tl.maximum(-at, 0).to(i32)) & (lane < tl.minimum(n - at, {LANES}).to(i32))
@@ -68,93 +69,94 @@ def grouped(table, owners, seed: tl.int64, bound: tl.int64, held, totals, HELD: 
     row = table + tl.load(owners + 2 * slot) * {width}
     {rows}
     work({all}tl.load(owners + 2 * slot + 1), slot, tl.load(row), tl.load(row + 1), tl.load(row + 2), seed, tl.full((), bound, tl.int64).to(u32), totals)
+
+sums = {sums}
 """
 NOISE = """k0, k1 = secret((key & 0xFFFFFFFF).to(u32), (key >> 32).to(u32), (seed & 0xFFFFFFFF).to(u32), (seed >> 32).to(u32))
     a, b = pair(k0, k1, (first & 0xFFFFFFFF).to(u32) + lane.to(u32), (first >> 32).to(u32))"""
-SUM = "tl.store(totals + (2 * slot + half) * {count} + {j}, tl.sum(tl.where(inside, {r}, 0.0), 0).to(f64))"
-
-
-class Kernels(NamedTuple):
-    """The kernels of a formula, for one tensor and for many, and how many of its results are summed."""
-
-    kernel: Any
-    grouped: Any
-    sums: int
+SUM = "tl.store(totals + (2 * slot + half) * {} + {}, tl.sum(tl.where(inside, {}, 0.0), 0).to(f64))"
 
 
 @cache
-def program(formula: Formula, kinds: Kinds, targets: Kinds) -> Kernels:
-    """Write the kernels of a formula, whose results beyond the targets are summed."""
-    load, store = "tl.load({} + at + lane, inside, 1.0)", "tl.store({} + at + lane, {}, inside)"
-    made = write(TritonWriter, "@triton.jit", load, store, formula, kinds, targets)
-    summed, numbers = made.results[len(targets) :], {x: str(kinds[int(x[1:])]) for x in made.numbers}
-    arguments = [*made.arrays, *(x if kind[0] == "&" else f"{x}: tl.float64" for x, kind in numbers.items())]
-    scalars = [
-        f"{x} = tl.load({x}).to(f64)" if kind[0] == "&" else f"{x} = tl.full((), {x}, f64)"
-        for x, kind in numbers.items()
-    ]
-    rows = [f"{x} = tl.load(row + {j}).to(tl.pointer_type({k}))" for j, (x, k) in enumerate(made.arrays.items(), HEAD)]
-    for j, (x, kind) in enumerate(numbers.items(), HEAD + len(made.arrays)):
+def program(formula: Formula, kinds: Kinds, targets: Kinds) -> Any:
+    """Write a formula's kernels, `kernel` for one tensor and `grouped`; `sums` is how many results are summed."""
+    made = write(TritonWriter, formula, kinds, targets)
+    arguments, scalars, rows = list(made.arrays), [], []
+    for j, (x, kind) in enumerate(made.arrays.items(), HEAD):
+        rows.append(f"{x} = tl.load(row + {j}).to(tl.pointer_type({kind}))")
+    for j, (x, kind) in enumerate(made.numbers.items(), HEAD + len(made.arrays)):
+        in_memory = kind[0] == "&"
+        arguments.append(x if in_memory else f"{x}: tl.float64")
+        scalars.append(f"{x} = tl.load({x}).to(f64)" if in_memory else f"{x} = tl.full((), {x}, f64)")
         pointed = f"tl.load(tl.load(row + {j}).to(tl.pointer_type({kind[1:]}))).to(f64)"
-        rows.append(f"{x} = " + (pointed if kind[0] == "&" else f"tl.load(row + {j}).to(f64, bitcast=True)"))
+        rows.append(f"{x} = " + (pointed if in_memory else f"tl.load(row + {j}).to(f64, bitcast=True)"))
     text = TEXT.format(
-        functions=made.functions,
-        all=made.all,
-        items=made.items,
-        results=", ".join(made.results),
-        BLOCK=BLOCK,
-        HALF=HALF,
-        LANES=LANES,
-        width=HEAD + len(made.arrays) + len(numbers),
-        noise=NOISE if made.noise else "",
+        **made._asdict(),
+        **CONSTANTS,
+        width=HEAD + len(rows),
+        sums=len(made.summed),
+        noisy=NOISE if made.noise else "",
         item="(a if half == 0 else b), bound" if made.noise else "",
-        each="; ".join([*made.stores, *(SUM.format(count=len(summed), j=j, r=r) for j, r in enumerate(summed))]),
+        each="; ".join([*made.stores, *(SUM.format(len(made.summed), j, r) for j, r in enumerate(made.summed))]),
         arguments="".join(f"{x}, " for x in arguments),
         scalars="; ".join(scalars),
         rows="; ".join(rows),
     )
-    module = imported(text, __file__)
-    return Kernels(module.kernel, module.grouped, len(summed))
-
-
-def programs(size: int, start: int) -> int:
-    """Return how many programs go over a tensor."""
-    return ((start + size - 1) // BLOCK - start // BLOCK + 1) * (HALF // LANES) if size else 0
+    return imported(text, __file__)
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
-
-
-def launch(kernel: Any, grid: int, arguments: Sequence[Any], *, held: bool) -> None:
-    """Launch a kernel: the one place where it is done."""
-    kernel[(grid,)](*arguments, HELD=held, **OPTIONS)
-
-
-def address(tensor: Tensor) -> int:
-    """Return where a tensor lies."""
-    return tensor.data_ptr()
 
 
 def run(
     formula: Formula, stream: Any, inputs: Sequence[Any], outputs: Sequence[Tensor], size: int, p_drop: float
 ) -> Tensor | None:
     """Run a formula over tensors of a GPU; a thousand elements are summed by a tree, what is left in float64."""
-    given = sort(inputs, outputs, held=True)
-    found, first = program(formula, given.kinds, given.targets), given.arrays[0]
-    if not found.sums:
-        _launch_one(found.kernel, given, stream, p_drop, size, first)
-        return None
-    totals = torch.empty(2 * _count(stream, size), found.sums, dtype=torch.float64, device=first.device)
-    _launch_one(found.kernel, given, stream, p_drop, size, totals)
-    return totals.sum(0)
+    given = sort(inputs, outputs)
+    found, device = program(formula, given.kinds, given.targets), given.arrays[0].device
+    count, (_, start, key) = _programs(size, stream), _head(size, stream)
+    totals = _totals(found, [count], given)
+    arguments = (*given.arrays, *given.numbers, size, start, key)
+    _launch(found.kernel, count, arguments, _seed(stream, device), p_drop, totals)
+    return totals.sum(0) if found.sums else None
 
 
-def _launch_one(kernel: Any, given: Sorted, stream: Any, p_drop: float, size: int, totals: Tensor) -> None:
-    start, key = (0, 0) if stream is None else (stream.start, signed(int(stream.key)))
-    seed, held = _seed(stream, totals.device)
-    if size:
-        tail = (size, start, key, seed, drop_bound(p_drop), totals if held is None else held, totals)
-        launch(kernel, programs(size, start), (*given.arrays, *given.numbers, *tail), held=held is not None)
+def run_all(formula: Formula, p_drop: float, rows: Sequence[tuple[Sorted, Any, int]]) -> Tensor | None:
+    """Run a formula over many tensors of a device in one launch; of sums there is a row for each tensor.
+
+    Args:
+        formula: The formula.
+        p_drop: See `dispatch.run`.
+        rows: Of each tensor its arguments, its stream and its size; the draw's seed is the same for all.
+    """
+    given, stream, _ = rows[0]
+    found, device = program(formula, given.kinds, given.targets), given.arrays[0].device
+    counts = tuple(_programs(size, stream) for _, stream, size in rows)
+    totals = _totals(found, counts, given)
+    table = tuple(
+        (*_head(size, own), *(t.data_ptr() for t in args.arrays), *map(_bits, args.numbers)) for args, own, size in rows
+    )
+    arguments = (_sent(table, device), _owners(counts, device))
+    _launch(found.grouped, sum(counts), arguments, _seed(stream, device), p_drop, totals)
+    lengths = _sent(tuple(2 * count for count in counts), device) if found.sums else None
+    return None if lengths is None else torch.segment_reduce(totals, "sum", lengths=lengths, axis=0)
+
+
+def _programs(size: int, stream: Any) -> int:
+    """Return how many programs go over a tensor."""
+    start = 0 if stream is None else stream.start
+    return ((start + size - 1) // BLOCK - start // BLOCK + 1) * (HALF // LANES) if size else 0
+
+
+def _head(size: int, stream: Any) -> tuple[int, int, int]:
+    """Return a tensor's size, start and key."""
+    return (size, 0, 0) if stream is None else (size, stream.start, signed(int(stream.key)))
+
+
+def _totals(found: Any, counts: Sequence[int], given: Sorted) -> Tensor:
+    """Return memory for two rows of sums per program; where nothing is summed, any tensor."""
+    like = given.arrays[0]
+    return like.new_empty(2 * sum(counts), found.sums, dtype=torch.float64) if found.sums else like
 
 
 def _seed(stream: Any, device: torch.device) -> tuple[int, Tensor | None]:
@@ -170,46 +172,14 @@ def _seed(stream: Any, device: torch.device) -> tuple[int, Tensor | None]:
     return signed(int(seed)), None
 
 
-# -- many tensors in one launch ----------------------------------------------------------------------------------------
-
-
-class Group(NamedTuple):
-    """Work of one formula on many tensors of one device: what `sort` says of each, its stream and its size."""
-
-    formula: Formula
-    p_drop: float
-    rows: list[tuple[Sorted, Any, int]]
-
-
-def run_all(group: Group) -> Tensor | None:
-    """Run a formula over many tensors in one launch; of sums there is a row for each tensor."""
-    given = group.rows[0][0]
-    found, device = program(group.formula, given.kinds, given.targets), given.arrays[0].device
-    if not found.sums:
-        _launch_group(found.grouped, group, given.arrays[0])
-        return None
-    counts = tuple(2 * _count(stream, size) for _, stream, size in group.rows)
-    totals = torch.empty(sum(counts), found.sums, dtype=torch.float64, device=device)
-    _launch_group(found.grouped, group, totals)
-    return torch.segment_reduce(totals, "sum", lengths=_sent((counts, device)), axis=0)
-
-
-def _count(stream: Any, size: int) -> int:
-    return programs(size, 0 if stream is None else stream.start)
-
-
-def _launch_group(kernel: Any, group: Group, totals: Tensor) -> None:
-    seed, held = _seed(group.rows[0][1], totals.device)
-    lines = []
-    for given, stream, size in group.rows:
-        numbers = (address(x) if isinstance(x, Tensor) else _bits(x) for x in given.numbers)
-        head = (size, 0, 0) if stream is None else (size, stream.start, signed(int(stream.key)))
-        lines.append((*head, *map(address, given.arrays), *numbers))
-    table = _sent((tuple(lines), totals.device))
-    owners = _owners(tuple(_count(stream, size) for _, stream, size in group.rows), totals.device)
-    tail = (seed, drop_bound(group.p_drop), totals if held is None else held, totals)
-    if len(owners):
-        launch(kernel, len(owners), (table, owners, *tail), held=held is not None)
+def _launch(
+    kernel: Any, grid: int, arguments: Sequence[Any], seed: tuple[int, Tensor | None], p_drop: float, totals: Tensor
+) -> None:
+    number, held = seed
+    if grid:
+        with nullcontext() if totals.device.type == "cpu" else getattr(torch, totals.device.type).device(totals.device):
+            tail = (number, drop_bound(p_drop), totals if held is None else held, totals)
+            kernel[(grid,)](*arguments, *tail, HELD=held is not None, **OPTIONS)
 
 
 @lru_cache(maxsize=64)
@@ -221,9 +191,9 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _sent(what: tuple[tuple[Any, ...], torch.device]) -> Tensor:
+def _sent(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
     """Send whole numbers to a device: again only where they have changed, since the addresses of a step often stay."""
-    return _to(torch.tensor(what[0]), what[1])
+    return _to(torch.tensor(numbers), device)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -231,17 +201,6 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _bits(number: float) -> int:
-    """Return the bits of a double."""
-    return int(np.float64(number).view(np.int64))
-
-
-def fresh(likes: Sequence[Tensor]) -> list[Tensor]:
-    """Make a tensor like each of some, all of one type and device, in one piece of memory."""
-    places = np.cumsum([0, *(-(-t.numel() // ALIGNED) * ALIGNED for t in likes)]).tolist()
-    flat = likes[0].new_empty(places[-1], requires_grad=False)
-    # No views: these would share one version, and a change of one would spoil the graphs of all.
-    return [
-        flat.new_empty(0).set_(flat.untyped_storage(), p, t.shape, t.stride())
-        for p, t in zip(places, likes, strict=False)
-    ]
+def _bits(number: Any) -> int:
+    """Return the address of a number in memory, or the bits of a double."""
+    return number.data_ptr() if isinstance(number, Tensor) else int(np.float64(number).view(np.int64))

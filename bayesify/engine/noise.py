@@ -2,8 +2,6 @@
 
 Neither the reading order, nor the number of threads, nor the device, nor a cut into shards changes a number:
 `bayesify.engine.generator` defines them, and every engine computes the same words, and the same numbers to rounding.
-For compilers noise is one operation, `bayesify::noise`, of a seed and a key that are tensors: one graph serves every
-draw, and every tensor of one shape.
 """
 
 from collections.abc import Iterable
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesify.engine import dispatch
-from bayesify.engine.generator import MASK64, drop_bound, secret, unsigned, words_of
+from bayesify.engine.generator import MASK64, drop_bound, unsigned
 from bayesify.engine.generator import mix as mix
 from bayesify.engine.generator import name_key as name_key
 from bayesify.engine.generator import signed as signed
@@ -22,6 +20,7 @@ from bayesify.engine.generator import signed as signed
 # torch 2.6 cannot tell export from compilation; of the two only export works there.
 is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 SUBSTREAM = 0x9E3779B97F4A7C15  # odd: its multiples are different keys
+DTYPES = {"keep_mask": torch.bool, "words": torch.int64}  # others have the stream's
 
 
 def global_seed() -> int:
@@ -35,82 +34,62 @@ class Stream:
 
     Each call of `normal`, `uniform`, `keep_mask` or `words` takes numbers of its own: the first those of the key, which
     formulas take too, later ones those of further keys.
-
-    Attributes:
-        seed: The draw's, 64 bits; a 0-dim int64 tensor will do.
-        key: The parameter's, `name_key` of its name; likewise.
-        shape: The tensor's.
-        dtype: Of what `normal` and `uniform` return.
-        device: Where the numbers are wanted.
-        start: The place of the first element, where the tensor is a shard: the number of elements before it.
     """
 
-    seed: Any
-    key: Any
+    seed: Any  # the draw's, 64 bits: a number or a 0-dim int64 tensor
+    key: Any  # the parameter's, `name_key` of its name; likewise
     shape: Iterable[int]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of what `normal` and `uniform` return
     device: "torch.device | str" = "cpu"
-    start: int = 0
+    start: int = 0  # the number of elements before the first, where the tensor is a shard
     calls: int = field(default=0, init=False, repr=False, compare=False)
 
     def _replace(self, **changes: Any) -> "Stream":
         return replace(self, **changes)
 
-    @property
-    def secret(self) -> tuple[Any, Any]:
-        """The key of the tensor's counters."""
-        return secret(words_of(self.key), words_of(self.seed))
-
     def normal(self) -> Tensor:
         """Return N(0, 1), to the precision of float32."""
-        own = self._next()
-        return own._by_operation("normal") if _opaque() else own._filled(dispatch.as_normal, self.dtype)
+        return self._next("normal")
 
     def uniform(self) -> Tensor:
         """Return numbers spread evenly over [-1, 1]."""
-        own = self._next()
-        if _opaque():
-            return own._by_operation("uniform")
-        return (own._filled(dispatch.as_word, torch.int32).to(torch.float32) * 2.0**-31).to(self.dtype)
+        return self._next("uniform")
 
     def keep_mask(self, p_drop: float) -> Tensor:
         """Return a bool tensor z with P(z = 1) = 1 - p_drop, to 2**-32."""
-        own = self._next()
-        if _opaque():
-            return own._by_operation("keep_mask", p_drop)
-        return unsigned(own._filled(dispatch.as_word, torch.int32)) >= drop_bound(p_drop)
+        return self._next("keep_mask", p_drop)
 
     def words(self) -> Tensor:
         """Return 32 random bits an element, as int64."""
-        return unsigned(self._next()._filled(dispatch.as_word, torch.int32))
+        return self._next("words")
 
-    def _next(self) -> "Stream":
-        """Return the sub-stream of the next call."""
-        key, call = self.key, self.calls
+    def _next(self, kind: str, p_drop: float = 0.0) -> Tensor:
+        """Return the numbers of the next call."""
+        step = self.calls * SUBSTREAM
         self.calls += 1
-        return replace(self, key=key ^ _bits(key, call * SUBSTREAM))
+        own = replace(self, key=self.key ^ (signed(step) if isinstance(self.key, Tensor) else step & MASK64))
+        if not torch.compiler.is_compiling() or is_exporting():  # exported code runs where only torch's operations are
+            return own.computed(kind, p_drop)
+        seed, key = (n if isinstance(n, Tensor) else torch.tensor(signed(n)) for n in (own.seed, own.key))
+        shape, device = list(self.shape), torch.device(self.device)
+        found: Tensor = noise(seed, key, shape, kind, p_drop, self.dtype, device, self.start)
+        return found
 
-    def _filled(self, formula: Any, dtype: torch.dtype) -> Tensor:
-        """Return what a formula of the noise alone gives."""
+    def computed(self, kind: str, p_drop: float) -> Tensor:
+        """Compute the numbers of the key."""
+        formula, dtype = (dispatch.as_normal, self.dtype) if kind == "normal" else (dispatch.as_word, torch.int32)
         with torch.inference_mode(False):
             out = torch.empty(torch.Size(self.shape), dtype=dtype, device=self.device)
         dispatch.run(formula, self, (), (out,))
-        return out
-
-    def _by_operation(self, kind: str, p_drop: float = 0.0) -> Tensor:
-        """Leave the numbers to an operation that compilers do not look into: they would trace for a long time."""
-        seed, key = (n if isinstance(n, Tensor) else torch.tensor(signed(n)) for n in (self.seed, self.key))
-        shape, device = list(self.shape), torch.device(self.device)
-        out: Tensor = noise(seed, key, shape, kind, p_drop, self.dtype, device, self.start)
-        return out
+        if kind == "normal":
+            return out
+        if kind == "uniform":
+            return (out.to(torch.float32) * 2.0**-31).to(self.dtype)
+        return unsigned(out) if kind == "words" else unsigned(out) >= drop_bound(p_drop)
 
 
-def _opaque() -> bool:
-    """Return whether a compiler traces; what `torch.export` writes is for places where only torch's operations are."""
-    return torch.compiler.is_compiling() and not is_exporting()
-
-
-# Schemas with lists are written out: torch 2.6 reads no `list[int]`.
+# Compilers do not look into this: they would trace the generator for a long time. Seed and key are tensors, so that one
+# graph serves every draw, and every tensor of one shape. The schema is written out: torch 2.6 reads no `list[int]`.
 @torch.library.custom_op(
     "bayesify::noise",
     mutates_args=(),
@@ -118,26 +97,14 @@ def _opaque() -> bool:
     "SymInt start) -> Tensor",
 )
 def noise(
-    seed: Tensor,
-    key: Tensor,
-    shape: list[int],
-    kind: str,
-    p_drop: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    start: int,
+    seed: Tensor, key: Tensor, shape: list[int], kind: str, p_drop: float, dtype: Any, device: Any, start: int
 ) -> Tensor:
-    """Compute the numbers of a `Stream`: "normal", "uniform" or "keep_mask"."""
-    stream = Stream(int(seed), int(key), shape, dtype, device, start)
-    return stream.keep_mask(p_drop) if kind == "keep_mask" else getattr(stream, kind)()
+    """Compute the numbers of a `Stream`."""
+    return Stream(int(seed), int(key), shape, dtype, device, start).computed(kind, p_drop)
 
 
 @noise.register_fake
-def _(seed: Tensor, key: Tensor, shape: list[int], kind: str, *rest: Any) -> Tensor:
-    _, dtype, device, _ = rest
-    return torch.empty(shape, dtype=torch.bool if kind == "keep_mask" else dtype, device=device)
-
-
-def _bits(key: Any, number: int) -> int:
-    """Return a number that can be combined with a key, which is a tensor or not."""
-    return signed(number) if isinstance(key, Tensor) else number & MASK64
+def _(
+    seed: Tensor, key: Tensor, shape: list[int], kind: str, p_drop: float, dtype: Any, device: Any, start: int
+) -> Tensor:
+    return torch.empty(shape, dtype=DTYPES.get(kind, dtype), device=device)

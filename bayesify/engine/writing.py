@@ -4,9 +4,18 @@ A formula is a plain function of tensors, made of operators and torch's function
 `Value`s, it leaves a line for every operation in a `Writer`, in the dialect of numba or of Triton.
 """
 
+import atexit
+import hashlib
+import importlib.util
 import inspect
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,18 +29,8 @@ Kinds = tuple[str | int, ...]
 
 KINDS = {torch.float32: "f32", torch.float64: "f64", torch.int32: "i32", torch.bfloat16: "bf16", torch.float16: "f16"}
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-OPERATORS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "lshift": "<<",
-    "rshift": ">>",
-    **COMPARISONS,
-}
+WORDS = ("add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift")
+OPERATORS = dict(zip(WORDS, ("+", "-", "*", "/", "&", "|", "^", "<<", ">>"), strict=True)) | COMPARISONS
 
 
 class Value:
@@ -76,12 +75,15 @@ for _name, _operator in OPERATORS.items():
 
 
 class Writer:
-    """The lines of a function. A dialect says how to write constants, casts, whole numbers and some functions."""
+    """The lines of a function, in a dialect."""
 
+    mark: ClassVar[str]  # the decorator of a function
+    load: ClassVar[str]  # an element of an array
+    store: ClassVar[str]  # an element of an array, and a value
     constant: ClassVar[str]
     cast: ClassVar[str]
     view: ClassVar[str]
-    whole: ClassVar[str] = "{x}"
+    whole: ClassVar[str] = "{x}"  # a result in whole numbers
     functions: ClassVar[dict[str, Any]]
 
     def __init__(self) -> None:
@@ -186,34 +188,29 @@ def several(found: Any) -> tuple[Any, ...]:
 
 
 class Sorted(NamedTuple):
-    """The arguments of a program.
+    """The arguments of a program."""
 
-    Attributes:
-        kinds: Of each input: that of an array's elements, "number", or "&" and a kind for a 0-dim tensor in memory.
-        targets: Of each output: its kind, or the place of the input that it is.
-        arrays: The tensors in order, inputs first.
-        numbers: What is the same for all elements.
-    """
-
-    kinds: Kinds
-    targets: Kinds
-    arrays: list[Tensor]
-    numbers: list[Any]
+    kinds: Kinds  # of each input: that of an array's elements, "number", or "&" and a kind for a 0-dim tensor in memory
+    targets: Kinds  # of each output: its kind, or the place of the input that it is
+    arrays: list[Tensor]  # inputs first
+    numbers: list[Any]  # what is the same for all elements
 
 
-def sort(inputs: Sequence[Any], outputs: Sequence[Tensor], *, held: bool) -> Sorted:
-    """Sort the arguments of a program; `held` leaves 0-dim tensors in memory, where reading them would wait."""
+def sort(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> Sorted:
+    """Sort the arguments of a program; a device's 0-dim tensors stay in its memory, since reading them would wait."""
     kinds: list[str | int] = []
     targets: list[str | int] = []
     arrays: list[Tensor] = []
     numbers: list[Any] = []
     for x in inputs:
-        array = isinstance(x, Tensor) and x.dim() > 0
-        left = held and isinstance(x, Tensor) and x.device.type != "cpu"
-        kinds.append(KINDS[x.dtype] if array else f"&{KINDS[x.dtype]}" if left else "number")
-        if array or left:
-            (arrays if array else numbers).append(x)
+        if isinstance(x, Tensor) and x.dim():
+            kinds.append(KINDS[x.dtype])
+            arrays.append(x)
+        elif isinstance(x, Tensor) and x.device.type != "cpu":
+            kinds.append(f"&{KINDS[x.dtype]}")
+            numbers.append(x)
         else:
+            kinds.append("number")
             numbers.append(float(x))
     for y in outputs:
         targets.append(next((j for j, x in enumerate(inputs) if x is y), KINDS[y.dtype]))
@@ -223,90 +220,105 @@ def sort(inputs: Sequence[Any], outputs: Sequence[Tensor], *, held: bool) -> Sor
 
 
 class Program(NamedTuple):
-    """What the text around a formula is made of.
+    """What the text around a formula is made of."""
 
-    Attributes:
-        functions: The texts of `element(x0, x1, ..., noise, bound)`, and for noise of `secret` and `pair`.
-        real: The kind that the formula computes in.
-        noise: "eps", "keep", "word" or None.
-        arrays: The names and kinds of the arrays, inputs first.
-        numbers: The names of the numbers.
-        items: The arguments of `element`, each an array's element or a number.
-        results: The names of the formula's results.
-        stores: A statement for each output.
-    """
-
-    functions: str
-    real: str
-    noise: str | None
-    arrays: dict[str, str]
-    numbers: list[str]
-    items: str
-    results: list[str]
-    stores: list[str]
-
-    @property
-    def held(self) -> str:
-        """The kind of the noise in memory."""
-        return self.real if self.noise == "eps" else "u32"
-
-    @property
-    def all(self) -> str:
-        """All arrays and numbers, as arguments that others follow."""
-        return "".join(f"{x}, " for x in (*self.arrays, *self.numbers))
+    functions: str  # the texts of `element(x0, x1, ..., noise, bound)`, and for noise of `secret` and `pair`
+    real: str  # the kind that the formula computes in
+    noise: str | None  # "eps", "keep" or "word"
+    arrays: dict[str, str]  # names and kinds, inputs first
+    numbers: dict[str, str]
+    all: str  # arrays and numbers, as arguments that others follow
+    items: str  # the arguments of `element`, each an array's element or a number
+    results: str
+    stores: list[str]  # a statement for each output
+    summed: list[str]  # the results beyond the outputs
 
 
-def write(
-    writer: type[Writer], mark: str, load: str, store: str, formula: Formula, kinds: Kinds, targets: Kinds
-) -> Program:
-    """Write the functions of a formula in a dialect.
-
-    Args:
-        writer: The dialect.
-        mark: The decorator of a function.
-        load: How an element of an array is read, of its name.
-        store: How an element is written, of the array's name and the value's.
-        formula: The formula.
-        kinds: See `Sorted`.
-        targets: See `Sorted`; empty for sums.
-    """
+def write(writer: type[Writer], formula: Formula, kinds: Kinds, targets: Kinds) -> Program:
+    """Write the functions of a formula in a dialect; `Sorted` says what kinds and targets are."""
     real = "f64" if "f64" in (*kinds, *targets) else "f32"
-    scalar = [kind == "number" or str(kind)[0] == "&" for kind in kinds]
-    names = [f"x{j}" for j in range(len(kinds))]
-    arrays = {x: str(kind) for x, kind, s in zip(names, kinds, scalar, strict=True) if not s}
-    arrays |= {f"y{j}": kind for j, kind in enumerate(targets) if isinstance(kind, str)}
     own, noise = writer(), noise_of(formula)
+    names = {f"x{j}": str(kind) for j, kind in enumerate(kinds)}
+    numbers = {x: kind for x, kind in names.items() if kind == "number" or kind[0] == "&"}
+    arrays = {x: kind for x, kind in names.items() if x not in numbers}
+    arrays |= {f"y{j}": kind for j, kind in enumerate(targets) if isinstance(kind, str)}
     given: list[Any] = [
-        Value(own, x, "number") if s else own.of(Value(own, x, str(kind)), real)
-        for x, kind, s in zip(names, kinds, scalar, strict=True)
+        Value(own, x, "number") if x in numbers else own.of(Value(own, x, kind), real) for x, kind in names.items()
     ]
     if noise:
         made: Any = Value(own, "noise", real if noise == "eps" else "u32")
         given.insert(0, made >= Value(own, "bound", "u32") if noise == "keep" else made)
     found = [r if _is(r, "i32") else own.of(r, real) for r in several(formula(*given))]
-    texts = [own.function("element", [*names, *["noise", "bound"][: 2 * bool(noise)]], found)]
+    texts = [own.function("element", [*names, *(("noise", "bound") if noise else ())], found)]
     if noise:
-        texts.append(_pair_function(writer, "secret", generator.secret))
         dtype = torch.float64 if real == "f64" else torch.float32
-        pair: Callable[..., Any] = lambda key, counter: generator.threefry(key, counter)  # noqa: E731
-        if noise == "eps":
-            pair = lambda key, counter: generator.normal_pair(generator.threefry(key, counter), dtype)  # noqa: E731
-        texts.append(_pair_function(writer, "pair", pair))
+
+        def pair(key: Any, counter: Any) -> Any:
+            words = generator.threefry(key, counter)
+            return generator.normal_pair(words, dtype) if noise == "eps" else words
+
+        for name, function in (("secret", generator.secret), ("pair", pair)):
+            own = writer()
+            a, b, c, d = (Value(own, x, "u32") for x in "abcd")
+            texts.append(own.function(name, list("abcd"), function((a, b), (c, d))))
+    results = [f"r{j}" for j in range(len(found))]
     places = [f"y{j}" if isinstance(kind, str) else f"x{kind}" for j, kind in enumerate(targets)]
     return Program(
-        functions="".join(f"{mark}\n{text}\n\n" for text in texts),
+        functions="".join(f"{writer.mark}\n{text}\n\n" for text in texts),
         real=real,
         noise=noise,
         arrays=arrays,
-        numbers=[x for x, s in zip(names, scalar, strict=True) if s],
-        items="".join(f"{x}, " if s else load.format(x) + ", " for x, s in zip(names, scalar, strict=True)),
-        results=[f"r{j}" for j in range(len(found))],
-        stores=[store.format(y, f"r{j}") for j, y in enumerate(places)],
+        numbers=numbers,
+        all="".join(f"{x}, " for x in (*arrays, *numbers)),
+        items="".join(f"{x}, " if x in numbers else f"{writer.load.format(x)}, " for x in names),
+        results=", ".join(results),
+        stores=[writer.store.format(*pair) for pair in zip(places, results, strict=False)],
+        summed=results[len(targets) :],
     )
 
 
-def _pair_function(writer: type[Writer], name: str, function: Callable[..., Any]) -> str:
-    """Write a function of two pairs of words."""
-    own = writer()
-    a, b, c, d = (Value(own, x, "u32") for x in ("a", "b", "c", "d"))
-    return own.function(name, ["a", "b", "c", "d"], function((a, b), (c, d)))
+# -- files of programs: in a folder that only the user can write to, since they are code -------------------------------
+
+
+def imported(text: str, dialect: str) -> ModuleType:
+    """Import a program from a file, which Triton reads, and beside which numba keeps machine code.
+
+    Its name depends on the text and on the `dialect`, the file of the engine that it imports from.
+    """
+    name = "_" + hashlib.blake2b(text.encode() + Path(dialect).read_bytes(), digest_size=12).hexdigest()
+    path = folder() / f"{name}.py"
+    if not path.exists() or path.read_text() != text:
+        new = path.with_suffix(f".{os.getpid()}")
+        new.write_text(text)
+        new.replace(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # numba looks for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def folder() -> Path:
+    """Return the user's folder of programs; a temporary one where there is none that belongs to the user alone."""
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+        path = Path(caches) / "bayesify"
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_private(path):
+            tempfile.TemporaryFile(dir=path).close()
+            return path
+    except (OSError, RuntimeError):  # no home, or nowhere to write
+        pass
+    path, owner = Path(tempfile.mkdtemp(prefix="bayesify-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(path, ignore_errors=True) if os.getpid() == owner else None)
+    return path
+
+
+def is_private(path: Path) -> bool:
+    """Return whether a folder belongs to the user, and nobody else may write to it."""
+    if not hasattr(os, "getuid"):
+        return True  # Windows: a user's local folder is the user's
+    about = path.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022

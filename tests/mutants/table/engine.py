@@ -44,6 +44,7 @@ MUTANTS = [
             "words_of(stream.key)",
             "compiled_loops",
         ),
+        ("draws share a key", "threefry(key, seed, rounds=20)", "threefry(key, (0, 0), rounds=20)", "never_share"),
         ("pairs share no counter", "for x in found], 1)", "for x in found], 2)", "compiled_loops"),
         ("the counter's high word is lost", "(number >> 32) & MASK32", "0 * number", "32_bits"),
         ("a round too few", "rounds: int = 13", "rounds: int = 12", "their_pair"),
@@ -56,20 +57,14 @@ MUTANTS = [
     *of(
         "engine/noise.py",
         "test_noise.py",
-        (
-            "draws share a key",
-            "return secret(words_of(self.key), words_of(self.seed))",
-            "return secret(words_of(self.key), (0, 0))",
-            "never_share",
-        ),
         ("half of the uniform range", "* 2.0**-31)", "* 2.0**-32)", "uniform"),
         ("every call has the same numbers", "self.calls += 1", "pass", "each_call"),
     ),
     *of(
         "engine/cpu.py",
         "test_noise.py",
-        ("tiles begin anew", "counter // {HALF} * {BLOCK} + counter % {HALF}", "counter % {HALF}", "compiled_loops"),
-        ("sine for cosine", "half * {TILE} + first - at", "first - at", "compiled_loops"),
+        ("tiles begin anew", "counter // HALF * BLOCK + counter % HALF", "counter % HALF", "compiled_loops"),
+        ("sine for cosine", "half * TILE + first - at", "first - at", "compiled_loops"),
     ),
     *of(
         "engine/writing.py",
@@ -79,7 +74,7 @@ MUTANTS = [
         ("a mask keeps what it drops", 'made >= Value(own, "bound"', 'made < Value(own, "bound"', "numba and mask"),
     ),
     *of(
-        "engine/programs.py",
+        "engine/writing.py",
         "test_engine.py",
         ("anybody may write programs", "not about.st_mode & 0o022", "True", "private"),
     ),
