@@ -259,23 +259,27 @@ def test_an_untuned_spread_takes_batches_of_any_length():
 
 def test_a_search_by_samples_takes_about_ten_scales_and_few_examples():
     tried = []
-    best = evidence.least(lambda p: tried.append(p) or (p + 1.3) ** 2, tuning.VALIDATION_RANGE, evidence.SAMPLED)
+    best = tuning.least(lambda p: tried.append(p) or (p + 1.3) ** 2, tuning.SAMPLED_RANGE, tuning.SAMPLED)
     assert best == pytest.approx(-1.3, abs=0.3)
     assert len(tried) <= 11
     tried = []
-    assert evidence.least(lambda p: tried.append(p) or 10 * (p + 4), (-4.0, 1.0), evidence.SAMPLED) == -4.0
+    assert tuning.least(lambda p: tried.append(p) or 10 * (p + 4), (-4.0, 1.0), tuning.SAMPLED) == -4.0
     assert len(tried) <= 8  # larger scales are hopeless
 
 
 def test_the_trial_is_a_few_examples_and_leaves_ragged_batches_whole():
     x, y = labelled(60)
-    sizes = [len(part) for _, part in tuning.trial(batches(x, y, 20), 320)]
+
+    def trial(data, count):
+        return tuning.first_examples(data, tuning.looked_at(None, count))
+
+    sizes = [len(part) for _, part in trial(batches(x, y, 20), 320)]
     assert sizes == [10]
-    assert [len(part) for _, part in tuning.trial(batches(x, y, 7), 320)] == [7, 3]
-    assert sum(len(part) for _, part in tuning.trial(batches(x, y, 20), 10**6)) == 60
+    assert [len(part) for _, part in trial(batches(x, y, 7), 320)] == [7, 3]
+    assert sum(len(part) for _, part in trial(batches(x, y, 20), 10**6)) == 60
     ragged = {"x": torch.ones(11, 4), "owner": torch.arange(11) % 4, "labels": torch.arange(4)}
-    assert tuning.trial([ragged], 32)[0] is ragged
-    (cut,) = tuning.trial([{"x": x, "labels": y}], 32)
+    assert trial([ragged], 32) == [ragged]
+    (cut,) = trial([{"x": x, "labels": y}], 32)
     assert len(cut["x"]) == len(cut["labels"]) == 8
 
 

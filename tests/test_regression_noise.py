@@ -193,7 +193,7 @@ def test_calibrate_widens_a_spread_that_is_too_small():
     model = fit_laplace(bayesify(net, "la", prior_sig=1e3), [(x, y)], structure="kron", likelihood=Regression(1.0))
     for posterior in model.modules():
         if hasattr(posterior, "fitted_sig"):
-            posterior._put({"left_values": posterior.left_values * 16})
+            posterior.left_values = posterior.left_values * 16
     held = line(300, 20, noise=(1.0,), seed=7)[:2]
     calibrate(model, [held], progress=False)
     factor = next(p.calibration for p in model.modules() if hasattr(p, "calibration"))

@@ -1,68 +1,53 @@
 """The curvature of a loss, summed over batches: squared per-example gradients, and Kronecker factors.
 
-Module hooks note what each layer takes and where the gradient of its output arrives, as implementations of KFAC do
+Module hooks record what each layer takes and where the gradient of its output arrives, as implementations of KFAC do
 (Martens & Grosse 2015; Eschenhagen et al. 2023 for layers that are applied at many places). One backward pass per seed
 then gives every example's gradients by the layers' rules, and the rows whose outer products are Kronecker factors.
 
-Nothing is taken on trust: for random weights w_n on the examples, sum_n w_n g_n from the rules must be the gradient of
-the weighted sum, which one more backward pass gives for every batch. A parameter that fails (ragged examples, a weight
-that is used outside its layer too, a loss that mixes the examples) takes a backward pass per example.
+Every batch is checked: for random weights w_n on the examples, sum_n w_n g_n from the rules must be the gradient of
+the weighted sum, which takes one more backward pass. A parameter that fails (ragged examples, a weight that is used
+outside its layer too, a loss that mixes the examples) takes a backward pass per example.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from bayesify.core.prior import state_dtype
-from bayesify.methods.laplace.kron import Kron, eigen
+from bayesify.methods.laplace.method import Kron
 from bayesify.methods.laplace.recorder import Call, NoRuleError, Recorder
 from bayesify.methods.laplace.rules import Part, Rows, add_in_chunks, example_dim, has_rule, parts_of, rows_of
 
-LARGEST_OUTPUT = 4096
-"""From how many outputs on B is kept as its diagonal: there is no eigenbasis of 50,000 x 50,000 here."""
-LARGEST_INPUT = 8192
-"""Likewise for A."""
-HIDING = "CheckpointFunctionBackward"
+# Beyond this many outputs B is kept as its diagonal, and A beyond this many inputs: there is no eigenbasis of
+# 50,000 x 50,000 here.
+LARGEST_OUTPUT, LARGEST_INPUT = 4096, 8192
+Sources = dict[Call, dict[str, str | None]]  # calls, with the attribute of each parameter that has a rule there
 
 
 class Layer(NamedTuple):
-    """A weight with Kronecker factors: the bias that is one Gaussian with it, and whether it is of (in, out)."""
+    """A weight with Kronecker factors."""
 
-    bias: str | None
-    inputs_first: bool
-
-
-class Batch(NamedTuple):
-    """A batch after its forward: its calls, its output, the seeds, and a random number for each seed and example.
-
-    `truth` are the gradients of sum_nk mix_k w_n <s_k, output_n>; a parameter that no gradient reaches has none.
-    """
-
-    calls: list[Call]
-    output: Tensor
-    seeds: Sequence[Tensor]
-    mix: list[float]
-    weights: Tensor
-    truth: dict[str, Tensor]
+    bias: str | None  # that is one Gaussian with it
+    inputs_first: bool  # whether the weight is of (in, out)
 
 
 class Curvature:
-    """Collects sum_n g_n^2 of some parameters, and the Kronecker factors of others.
+    """Sums sum_n g_n^2 of some parameters, and the Kronecker factors of others.
+
+    A = sum a a^T over the rows a that a layer is applied to, and B is the mean of d d^T over the gradients d of the
+    same rows.
 
     Args:
         model: The model.
         params: The parameters by name.
         pairs: The weights that get Kronecker factors where they can, each with the name of its bias or None.
-
-    Attributes:
-        squares: sum_n g_n^2 so far, of parameters that a gradient has reached.
-        inputs: A = sum a a^T over the rows that a layer is applied to, by the weight's name.
-        outputs: sum d d^T over the rows of gradients; B is its mean over `counts` rows.
-        layers: The weights with Kronecker factors, found in the first batch; None before.
     """
 
     def __init__(
@@ -70,11 +55,11 @@ class Curvature:
     ) -> None:
         self.params, self.pairs = dict(params), dict(pairs or {})
         self.recorder = Recorder(model, self.params)
-        self.squares: dict[str, Tensor] = {}
-        self.inputs: dict[str, Tensor] = {}
-        self.outputs: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
-        self.layers: dict[str, Layer] | None = None if self.pairs else {}
+        self.squares: dict[str, Tensor] = {}  # of parameters that a gradient has reached
+        self.inputs: dict[str, Tensor] = {}  # A, by the weight's name
+        self.outputs: dict[str, Tensor] = {}  # B times the number of rows
+        self.counts: Counter[str] = Counter()  # of rows
+        self.layers: dict[str, Layer] | None = None if self.pairs else {}  # None before the first batch
         self._generator = torch.Generator().manual_seed(0)
         self._warned = False
 
@@ -89,214 +74,187 @@ class Curvature:
         """
         _refuse_hidden(output)
         calls, self.recorder.calls = self.recorder.calls, []
-        rows = self._rows(calls)
-        weights = torch.randn(len(output), generator=self._generator, device="cpu")
+        weights = torch.randn(len(seeds), len(output), generator=self._generator, device="cpu")
         weights = (weights + weights.sign()).to(output)
-        mix = torch.randn(len(seeds), generator=self._generator, device="cpu").tolist() if len(seeds) > 1 else [1.0]
-        total = sum((r * s for r, s in zip(mix, seeds, strict=True)), torch.zeros_like(output))
-        total = total * weights.view(-1, *(1,) * (output.dim() - 1))
+        total = torch.zeros_like(output)
+        for seed, own in zip(seeds, weights, strict=True):
+            total += seed * own.view(-1, *(1,) * (output.dim() - 1))
+        rows = self._rows(calls)
         found = _grads(output, total, [*self.params.values(), *(call.edge for call, _ in rows.values())])
-        truth = {n: g for n, g in zip(self.params, found, strict=False) if g is not None}
-        self._check_layers(rows, dict(zip(rows, found[len(self.params) :], strict=True)), truth)
-        assert self.layers is not None
-        joined = {name for weight, layer in self.layers.items() for name in (weight, layer.bias)}
-        batch = Batch(calls, output, seeds, mix, weights, {n: g for n, g in truth.items() if n not in joined})
-        watched = self._add_inputs({n: rows[n] for n in self.layers if n in rows}, output, summed)
-        self._add_squares(batch, watched)
-
-    # -- squares ---------------------------------------------------------------------------------------------------
-
-    def _add_squares(self, batch: Batch, watched: "Mapping[str, tuple[Call, Rows]]") -> None:
-        """Run a backward pass per seed; add the squares that agree with `truth`, and the watched layers' rows."""
-        truth = batch.truth
+        truth = {name: g for name, g in zip(self.params, found, strict=False) if g is not None}
+        waiting = self._add_layers(rows, found[len(self.params) :], truth, output, summed)
         for name in truth:
             param = self.params[name]
             self.squares.setdefault(name, torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False))
-        uses, alone = self._sources(batch)
-        slow = truth.keys() - uses.keys() - {name for names in alone.values() for name in names}
-        needed = list(dict.fromkeys([*(call for found in uses.values() for call, _ in found), *alone]))
-        edges = [*(call.edge for call in needed), *(call.edge for call, _ in watched.values())]
-        sums = {name: Sums(self.squares[name], batch) for name in truth if name not in slow} if needed else {}
-        for k, seed in enumerate(batch.seeds if edges else ()):
-            found = _grads(batch.output, seed, edges)
-            for (name, (_, rows)), grad in zip(watched.items(), found[len(needed) :], strict=True):
-                if grad is not None:
-                    _add_outer(self.outputs[name], rows.read(grad))
-            grads = {call: grad for call, grad in zip(needed, found, strict=False) if grad is not None}
-            slow |= self._add_seed(k, batch, grads, uses, alone, {n: s for n, s in sums.items() if n not in slow})
-        for name, own in sums.items():
-            if name not in slow and own.agree(truth[name]):
-                self.squares[name] += own.squares
-            else:
-                slow.add(name)
-        self._add_one_by_one(batch, sorted(slow))
+        sources = self._sources(calls, truth, len(output))
+        sums = {name: Sums(self.squares[name]) for roles in sources.values() for name in roles}
+        needed = dict.fromkeys((*sources, *(call for call, _ in waiting.values())))
+        for seed, own in zip(seeds if needed else (), weights, strict=False):
+            grads = dict(zip(needed, _grads(output, seed, [call.edge for call in needed]), strict=True))
+            for name, (call, layer) in waiting.items():
+                if (grad := grads[call]) is not None:
+                    _add_outer(self.outputs[name], layer.read(grad))
+            self._add_squares(sources, grads, own, sums)
+        slow = [name for name in truth if name not in sums or not sums[name].agree(truth[name])]
+        for name in sums.keys() - set(slow):
+            self.squares[name] += sums[name].squares
+        self._add_one_by_one(output, seeds, slow)
 
-    def _add_seed(
-        self,
-        k: int,
-        batch: Batch,
-        grads: Mapping[Call, Tensor],
-        uses: Mapping[str, list[tuple[Call, str]]],
-        alone: Mapping[Call, list[str]],
-        sums: "Mapping[str, Sums]",
-    ) -> set[str]:
-        """Add one seed's gradients to the sums, and return the parameters for which that cannot be."""
-        failed: set[str] = set()
-        parts: dict[Call, dict[str, Part]] = {}
-        for name, own in sums.items():
-            try:
-                reached = [(call, role) for call, role in uses.get(name, ()) if call in grads]
-                for call, _ in reached:
-                    parts[call] = parts.get(call) or parts_of(call, grads[call], len(batch.output))
-                    own.note(call, grads[call])
-                own.add(k, [parts[call][role] for call, role in reached])
-            except (NoRuleError, RuntimeError, KeyError):
-                failed.add(name)
-        for call, names in alone.items():
-            inside = [name for name in names if name in sums]
-            if call in grads and inside:
-                try:
-                    for n, found in enumerate(self._each_alone(call, grads[call], inside, len(batch.output))):
-                        for name, grad in zip(inside, found, strict=True):
-                            if grad is not None:
-                                sums[name].add_one(k, n, grad)
-                    for name in inside:
-                        sums[name].note(call, grads[call])
-                except Exception:  # whatever a module does with one example: it is only a cheaper way
-                    failed.update(inside)
-        return failed
+    # -- squares ---------------------------------------------------------------------------------------------------
 
-    def _sources(self, batch: Batch) -> tuple[dict[str, list[tuple[Call, str]]], dict[Call, list[str]]]:
+    def _sources(self, calls: Sequence[Call], truth: Mapping[str, Tensor], count: int) -> Sources:
         """Find the calls that each parameter's gradient comes from, by rules or by a module that is run again.
 
         What has no rule is left to the innermost module around it that was called, if that was once.
         """
-        uses: dict[str, list[tuple[Call, str]]] = {}
-        alone: dict[Call, list[str]] = {}
-        if len(batch.output) == 1:
-            return uses, alone
+        sources: Sources = {}
         by_module: dict[nn.Module, list[Call]] = {}
-        for call in batch.calls:
+        ruled = set()
+        for call in calls if count > 1 else ():
             by_module.setdefault(call.module, []).append(call)
             for role, name in self.recorder.owned.get(call.module, {}).items():
-                if name in batch.truth and has_rule(call, role):
-                    uses.setdefault(name, []).append((call, role))
-        for name in batch.truth.keys() - uses.keys():
+                if name in truth and has_rule(call, role):
+                    sources.setdefault(call, {})[name] = role
+                    ruled.add(name)
+        for name in truth.keys() - ruled:
             found = next((by_module[m] for m in self.recorder.around[name] if m in by_module), [])
             if len(found) == 1:
-                alone.setdefault(found[0], []).append(name)
-        return uses, alone
+                sources.setdefault(found[0], {})[name] = None
+        return sources
 
-    def _each_alone(
-        self, call: Call, grad: Tensor, names: list[str], count: int
-    ) -> Iterator[tuple[Tensor | None, ...]]:
-        """Run a module again for each example alone, and yield the gradients of its parameters."""
+    def _add_squares(
+        self, sources: Sources, grads: Mapping[Call, Tensor | None], weights: Tensor, sums: "dict[str, Sums]"
+    ) -> None:
+        """Add one seed's gradients, and drop the sums of parameters for which that fails."""
+        times = Counter(name for roles in sources.values() for name in roles)
+        several: dict[str, list[Part]] = {}
+        for call, roles in sources.items():
+            if (grad := grads[call]) is None:
+                continue
+            try:
+                for examples, parts in self._parts(
+                    call, {n: r for n, r in roles.items() if n in sums}, grad, len(weights)
+                ):
+                    for name, part in parts.items():
+                        if times[name] > 1:
+                            several.setdefault(name, []).append(part)
+                        else:
+                            sums[name].add([part], weights[examples])
+                for name in roles.keys() & sums.keys():
+                    sums[name].note(call, grad, weights)
+            except Exception:  # whatever a module does with one example: there is a slower way
+                for name in roles:
+                    sums.pop(name, None)
+        for name in several.keys() & sums.keys():
+            sums[name].add(several[name], weights)
+
+    def _parts(
+        self, call: Call, roles: Mapping[str, str | None], grad: Tensor, count: int
+    ) -> Iterator[tuple[slice, dict[str, Part]]]:
+        """Yield gradients by name: of all examples by the call's rule, and of each where its module is run again."""
+        if ruled := {name: role for name, role in roles.items() if role is not None}:
+            parts = parts_of(call, grad, count)
+            yield slice(None), {name: parts[role] for name, role in ruled.items()}
+        if not (again := [name for name, role in roles.items() if role is None]):
+            return
         dim = example_dim(grad.shape, count)
         if grad.shape[dim] != count:
             raise NoRuleError
+
+        def example(tensor: Tensor) -> Tensor:
+            at = next((d for d in (dim, 0) if tensor.dim() > d and tensor.shape[d] == count), None)
+            return tensor.detach() if at is None else tensor.detach().narrow(at, n, 1)
+
         for n in range(count):
-            args, kwargs = _one_of((call.args, dict(call.kwargs)), n, count, dim)
+            args, kwargs = tree_map_only(Tensor, example, (call.args, dict(call.kwargs)))
             with torch.enable_grad():
                 output = call.module(*args, **kwargs)
             output = output[0] if isinstance(output, tuple) else output
-            yield _grads(output, grad.narrow(dim, n, 1), [self.params[name] for name in names], keep=False)
+            found = _grads(output, grad.narrow(dim, n, 1), [self.params[name] for name in again], keep=False)
+            yield slice(n, n + 1), {k: Part(g[None]) for k, g in zip(again, found, strict=True) if g is not None}
 
-    def _add_one_by_one(self, batch: Batch, names: list[str]) -> None:
+    def _add_one_by_one(self, output: Tensor, seeds: Sequence[Tensor], names: list[str]) -> None:
         """Run a backward pass of the whole model for each example and seed."""
-        count = len(batch.output)
-        if not names:
-            return
-        if count > 1 and not self._warned:
+        if names and len(output) > 1 and not self._warned:
             self._warned = True
             warnings.warn(
                 f"no batched rule for {len(names)} parameters (the first is {names[0]!r}): they take a backward pass "
                 "per example, which is exact but slow",
                 stacklevel=7,
             )
-        for seed in batch.seeds:
-            for n in range(count):
+        for seed in seeds if names else ():
+            for n in range(len(output)):
                 alone = torch.zeros_like(seed)
                 alone[n] = seed[n]
-                found = _grads(batch.output, alone, [self.params[name] for name in names])
-                for name, grad in zip(names, found, strict=True):
+                for name, grad in zip(names, _grads(output, alone, [self.params[n] for n in names]), strict=True):
                     if grad is not None:
-                        grad = grad.to(self.squares[name].dtype)
-                        self.squares[name].addcmul_(grad, grad)
+                        self.squares[name] += grad.to(self.squares[name].dtype).square()
 
     # -- Kronecker factors -----------------------------------------------------------------------------------------
 
-    def _rows(self, calls: Sequence[Call]) -> dict[str, tuple[Call, Rows]]:
+    def _rows(self, calls: Iterable[Call]) -> dict[str, tuple[Call, Rows]]:
         """Return the weights that are used once, by a linear map or a convolution, with the rows of that call."""
         wanted = self.pairs if self.layers is None else self.layers
-        found: dict[str, list[Call]] = {}
-        for call in calls:
-            if (name := self.recorder.owned.get(call.module, {}).get("weight")) in wanted:
-                found.setdefault(name, []).append(call)  # type: ignore[arg-type]
+        names = [(self.recorder.owned.get(call.module, {}).get("weight"), call) for call in calls]
+        times = Counter(name for name, _ in names)
         out = {}
-        for name, uses in found.items():
-            try:
-                if len(uses) == 1:
-                    out[name] = uses[0], rows_of(uses[0])
-            except NoRuleError:
-                continue
+        for name, call in names:
+            if name is not None and name in wanted and times[name] == 1:
+                with suppress(NoRuleError):
+                    out[name] = call, rows_of(call)
         return out
 
-    def _check_layers(
-        self, rows: "dict[str, tuple[Call, Rows]]", grads: Mapping[str, Tensor | None], truth: Mapping[str, Tensor]
-    ) -> None:
-        """Find the layers in the first batch, and see in every other that their gradients are what the rules say."""
-        found: dict[str, Layer] = {}
-        for name, (_, layer) in rows.items():
-            arrived, exact = grads[name], truth.get(name)
-            if arrived is None or exact is None:
-                continue
-            d = layer.read(arrived)
-            x = torch.cat([piece.to(d.dtype) for piece in layer.inputs()])
-            weight = (x.T @ d if layer.inputs_first else d.T @ x).view_as(exact)
-            size = float(d.abs().sum()) * max(1.0, float(x.abs().max()))
-            if not _agree(weight, exact, size, d.dtype):
-                continue
-            bias = self.pairs.get(name)
-            own = truth.get(bias) if bias is not None and bias in self.params else None
-            joined = own is not None and own.shape == d.shape[1:] and _agree(d.sum(0), own, size, d.dtype)
-            # Kept as its diagonal, A has no eigenvectors that a bias could have a row of.
-            joined = joined and x.shape[1] < LARGEST_INPUT
-            found[name] = Layer(bias if joined else None, layer.inputs_first)
-        if self.layers is None:
-            self.layers = found
-        lost = next((n for n, layer in self.layers.items() if n in truth and found.get(n) != layer), None)
-        if lost is not None:
-            raise ValueError(f"the model uses {lost!r} in another way than in the first batch; use structure='diag'")
-
-    def _add_inputs(
+    def _add_layers(
         self,
-        rows: "Mapping[str, tuple[Call, Rows]]",
+        candidates: Mapping[str, tuple[Call, Rows]],
+        grads: Sequence[Tensor | None],
+        truth: dict[str, Tensor],
         output: Tensor,
         summed: Callable[[bool], Tensor] | None,
-    ) -> "dict[str, tuple[Call, Rows]]":
-        """Add to A, and to B of a layer whose outputs are the model's; return the layers that wait for gradients."""
-        assert self.layers is not None
-        watched = {}
-        for name, (call, layer) in rows.items():
-            bias = self.layers[name].bias is not None
-            for piece in layer.inputs():
-                if name not in self.inputs:
-                    self._start(name, piece.shape[1] + bias, self.params[name].numel() // piece.shape[1])
-                _add_outer(self.inputs[name], F.pad(piece, (0, 1), value=1.0) if bias else piece)
-            self.counts[name] += layer.number
+    ) -> dict[str, tuple[Call, Rows]]:
+        """Add to A, and to B of a layer whose outputs are the model's; return the layers whose B waits for the seeds.
+
+        The first batch finds the layers: a layer's gradient must be what the rows say, there and in every other batch.
+        The layers' parameters leave `truth`.
+        """
+        found, waiting = {}, {}
+        for (name, (call, rows)), grad in zip(candidates.items(), grads, strict=True):
+            if grad is None or name not in truth:
+                continue
+            d, x = rows.read(grad), rows.inputs()
+            layer = self._layer(name, x.to(d.dtype), d, rows.inputs_first, truth)
+            if layer is None or (self.layers is not None and layer != self.layers[name]):
+                continue
+            found[name] = layer
+            x = x if layer.bias is None else F.pad(x, (0, 1), value=1.0)
+            if name not in self.inputs:
+                self.inputs[name] = _total(x, LARGEST_INPUT, self.params[name])
+                self.outputs[name] = _total(d, LARGEST_OUTPUT, self.params[name])
+            _add_outer(self.inputs[name], x)
+            self.counts[name] += len(x)
             if summed is not None and call.edge.node is output.grad_fn and output.dim() == 2:
                 total = self.outputs[name]
                 total += summed(total.dim() == 1).to(total)  # the curvature there is known, without a backward pass
             else:
-                watched[name] = call, layer
-        return watched
+                waiting[name] = call, rows
+        self.layers = found if self.layers is None else self.layers
+        if lost := self.layers.keys() & truth.keys() - found.keys():
+            raise ValueError(f"the model uses {min(lost)!r} in another way than before; use structure='diag'")
+        for name, layer in found.items():
+            truth.pop(name)
+            truth.pop(layer.bias or "", None)
+        return waiting
 
-    def _start(self, name: str, inputs: int, outputs: int) -> None:
-        param = self.params[name]
-        for totals, size, largest in ((self.inputs, inputs, LARGEST_INPUT), (self.outputs, outputs, LARGEST_OUTPUT)):
-            square = (size, size) if size <= largest else (size,)
-            totals[name] = torch.zeros(square, dtype=state_dtype(param), device=param.device)
-        self.counts[name] = 0
+    def _layer(self, name: str, x: Tensor, d: Tensor, inputs_first: bool, truth: Mapping[str, Tensor]) -> Layer | None:
+        """Return the layer if its weight's gradient is what inputs and outputs say, with its bias if that is so too."""
+        size, eps = float(d.abs().sum()) * max(1.0, float(x.abs().max())), torch.finfo(d.dtype).eps
+        if not _agree((x.T @ d if inputs_first else d.T @ x).view_as(truth[name]), truth[name], size, eps):
+            return None
+        bias = self.pairs.get(name)
+        own = None if bias is None else truth.get(bias)
+        joined = own is not None and own.shape == d.shape[1:] and _agree(d.sum(0), own, size, eps)
+        # An A that is kept as its diagonal has no eigenvectors that a bias could have a row of.
+        return Layer(bias if joined and x.shape[1] < LARGEST_INPUT else None, inputs_first)
 
     def factors(self, scales: Mapping[str, float]) -> dict[str, Kron]:
         """Return the eigendecompositions by parameter, with B times the weight's scale, and forget the sums."""
@@ -304,58 +262,53 @@ class Curvature:
         for name, (bias, inputs_first) in (self.layers or {}).items():
             if name not in self.inputs:
                 continue
-            a = eigen(self.inputs.pop(name))
-            b = eigen(self.outputs.pop(name).mul_(scales[name] / max(self.counts[name], 1)))
-            own = slice(None) if bias is None else slice(0, -1)
-            whole = Kron(*a, *b) if inputs_first else Kron(*b, *a)
-            out[name] = whole.rows(own, None) if inputs_first else whole.rows(None, own)
-            if bias is not None:
-                last = slice(-1, None)
-                out[bias] = whole.rows(last, None) if inputs_first else whole.rows(None, last)
+            vectors, values = eigen(self.inputs.pop(name))
+            b = eigen(self.outputs.pop(name).mul_(scales[name] / self.counts[name]))
+            for own, rows in ((name, slice(None) if bias is None else slice(-1)), (bias, slice(-1, None))):
+                if own is not None:
+                    a = None if vectors is None else vectors[rows].contiguous(), values
+                    out[own] = Kron(*a, *b) if inputs_first else Kron(*b, *a)
         return out
 
 
 class Sums:
     """One parameter's sums over a batch: of squares, and of gradients weighted by example and seed."""
 
-    def __init__(self, like: Tensor, batch: Batch) -> None:
+    def __init__(self, like: Tensor) -> None:
         self.squares, self.weighted = torch.zeros_like(like), torch.zeros_like(like)
-        self.weights, self.mix = batch.weights.to(like), batch.mix
-        self.size, self.dtype = 0.0, like.dtype
+        self.size, self.eps = 0.0, torch.finfo(like.dtype).eps  # the scale and precision of rounding errors
 
-    def note(self, call: Call, grad: Tensor) -> None:
-        """Take note of the size and the precision of what arrives at a call, the scale of the rounding errors."""
+    def note(self, call: Call, grad: Tensor, weights: Tensor) -> None:
+        """Note the size and the precision of the gradient that arrives at a call."""
         inputs = call.args[0] if call.args else None
         known = isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.numel()
         largest = float(inputs.abs().max()) if known else 1.0  # type: ignore[union-attr]
-        self.size += float(grad.abs().sum()) * max(1.0, largest) * max(abs(r) for r in self.mix)
-        if torch.finfo(grad.dtype).eps > torch.finfo(self.dtype).eps:
-            self.dtype = grad.dtype
+        self.size += float(grad.abs().sum()) * max(1.0, largest) * float(weights.abs().max())
+        self.eps = max(self.eps, torch.finfo(grad.dtype).eps)
 
-    def add(self, k: int, parts: Sequence[Part]) -> None:
+    def add(self, parts: Sequence[Part], weights: Tensor) -> None:
         """Add the gradients for one seed, through all calls."""
         if len(parts) == 1:
-            parts[0].add(self.squares, self.weighted, self.weights * self.mix[k])
+            parts[0].add(self.squares, self.weighted, weights)
         elif parts:
-            add_in_chunks(parts, self.squares, self.weighted, self.weights * self.mix[k])
-
-    def add_one(self, k: int, n: int, grad: Tensor) -> None:
-        """Add the gradient of one example for one seed."""
-        grad = grad.to(self.squares.dtype)
-        self.squares.addcmul_(grad, grad)
-        self.weighted += grad * (self.weights[n] * self.mix[k])
+            add_in_chunks(parts, self.squares, self.weighted, weights)
 
     def agree(self, truth: Tensor) -> bool:
         """Return whether the weighted sum is autograd's."""
-        return _agree(self.weighted, truth, self.size, self.dtype)
+        return _agree(self.weighted, truth, self.size, self.eps)
 
 
-def _agree(found: Tensor, truth: Tensor, size: float, dtype: torch.dtype) -> bool:
-    """Return whether two gradients are equal but for rounding, of terms whose absolute values sum to `size`."""
-    eps = torch.finfo(dtype).eps
+def _agree(found: Tensor, truth: Tensor, size: float, eps: float) -> bool:
+    """Return whether two gradients are equal up to rounding, of terms whose absolute values sum to `size`."""
     error = float(torch.linalg.vector_norm(found.to(torch.promote_types(found.dtype, truth.dtype)) - truth))
     # The gradient may be nothing but rounding, as that of an attention's key bias; then its terms give the scale.
     return bool(error <= 3 * eps**0.5 * float(torch.linalg.vector_norm(truth)) + 100 * eps * size)
+
+
+def _total(rows: Tensor, largest: int, param: Tensor) -> Tensor:
+    """Return zeros for a sum of outer products of such rows, or of its diagonal."""
+    size = rows.shape[1]
+    return torch.zeros((size, size) if size <= largest else (size,), dtype=state_dtype(param), device=param.device)
 
 
 def _add_outer(total: Tensor, rows: Tensor) -> None:
@@ -372,27 +325,29 @@ def _grads(output: Tensor, seed: Tensor, inputs: Sequence[Any], *, keep: bool = 
     return torch.autograd.grad(total, inputs, retain_graph=keep, allow_unused=True)
 
 
-def _one_of(value: Any, n: int, count: int, dim: int) -> Any:
-    """Keep example n of every tensor that has `count` along `dim`, or along the first dimension."""
-    if isinstance(value, Tensor):
-        at = next((d for d in (dim, 0) if value.dim() > d and value.shape[d] == count), None)
-        return value.detach() if at is None else value.detach().narrow(at, n, 1)
-    if isinstance(value, Mapping):
-        return {k: _one_of(v, n, count, dim) for k, v in value.items()}
-    return type(value)(_one_of(v, n, count, dim) for v in value) if type(value) in (tuple, list) else value
+def eigen(factor: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return eigenvectors and eigenvalues of a factor, in its dtype but computed in float64 on the CPU.
+
+    A factor that was kept as its diagonal (one dimension) has the identity as its basis, which is None.
+    """
+    if factor.dim() == 1:
+        return None, factor.clamp_min(0)
+    exact = factor.cpu().double()
+    values, vectors = torch.linalg.eigh((exact + exact.T) / 2)
+    return vectors.contiguous().to(factor), values.clamp_(min=0).to(factor)
 
 
 def _refuse_hidden(output: Tensor) -> None:
     """Raise where reentrant checkpointing hides parameters from autograd's graph."""
-    seen, stack = set(), [output.grad_fn]
+    stack = [output.grad_fn]
+    seen: set[Any] = {None}
     while stack:
-        node = stack.pop()
-        if node is None or node in seen:
+        if (node := stack.pop()) in seen:
             continue
         seen.add(node)
-        if node.name() == HIDING:
+        if node.name() == "CheckpointFunctionBackward":  # type: ignore[union-attr]
             raise ValueError(
                 "the model checkpoints activations with use_reentrant=True, which hides its parameters from autograd's "
                 "graph; use use_reentrant=False, or switch checkpointing off"
             )
-        stack.extend(below for below, _ in node.next_functions)
+        stack.extend(below for below, _ in node.next_functions)  # type: ignore[union-attr]

@@ -1,118 +1,50 @@
-"""The Laplace evidence of the prior's scale, and the search for the scale where a loss is least."""
+"""What curvature says without another pass: the Laplace evidence of the prior's scale, and a regression's noise."""
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bayesify.core.distributed import Layout, on_shard, part_of
 from bayesify.core.prior import deviation, wide
-from bayesify.core.scopes import scopes_of
-from bayesify.methods.laplace.kron import Kron
-from bayesify.methods.laplace.method import LaplacePosterior
-from bayesify.prediction.likelihoods import Likelihood, Regression
-from bayesify.quality.temperature import golden_section
+from bayesify.methods.laplace.method import Kron, LaplacePosterior
+from bayesify.prediction.likelihoods import Regression
 
 logger = logging.getLogger("bayesify")
 
-EVIDENCE_RANGE = (-6.0, 3.0)  # powers of ten of prior_sig
-SAMPLED, CLOSED = (1.0, 0.5), (0.5, 0.02)  # a grid's step, and the width at which golden sections end, in powers of ten
-NOTHING = 1e-7  # nats: where a loss is flat, it is the grid's least
-HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
+WEAK = 80.0  # standard deviations of the targets: how far functions from the widest prior vary on the data
+DOSE = 0.4  # nats per example that a wider prior may cost in evidence
+SHARE = 0.1  # of the examples, which weights without their correlations may follow
+WIDTHS = tuple(10 ** (-k / 6) for k in range(37))  # of the widest prior, down to 1e-6
+PAST = 1.0  # nats below the largest evidence, from where narrower priors are not tried
+LEAST_FREE = 0.02  # of the examples, which count as free however many weights the data decides
+ROUNDS = 8  # of noise and prior in turn
 
 
 class Fitted(NamedTuple):
-    """A parameter with its curvature (None where it has none).
-
-    Attributes:
-        posterior: Its posterior.
-        h: The curvature: element by element (of a sharded parameter this process's rows), or in Kronecker factors.
-        weight: Of a bias that is one Gaussian with its weight, the weight's posterior, whose prior counts.
-    """
+    """A parameter with its curvature."""
 
     posterior: LaplacePosterior
-    h: Tensor | Kron | None
-    weight: LaplacePosterior | None = None
+    h: Tensor | Kron | None  # by element (of a sharded parameter this process's rows) or in factors; None without any
+    weight: LaplacePosterior | None = None  # of a bias that is one Gaussian with its weight, whose prior counts
 
     @property
     def sig(self) -> float:
         """The prior's scale."""
         return (self.posterior if self.weight is None else self.weight).prior_sig
 
+    @property
+    def values(self) -> Tensor | None:
+        """The curvature in its eigenbases; None where there is none, and for a bias that is in its weight's."""
+        return None if self.weight is not None else self.h.curvature() if isinstance(self.h, Kron) else self.h
+
     def spread(self, factor: float) -> None:
         """Give the posterior its variances for the prior's scale times `factor`."""
         with on_shard(self.posterior) as own:
             own.fit(self.h, self.sig * factor, "" if self.weight is None else self.weight.name)
-
-
-def least(loss: Callable[[float], float], ends: tuple[float, float], fine: tuple[float, float]) -> float:
-    """Return where a loss is least: on a grid from the low end until it is hopeless, then by golden sections."""
-    (low, high), (step, width) = ends, fine
-    tried: dict[float, float] = {}
-    for i in range(round((high - low) / step) + 1):
-        tried[low + i * step] = loss(low + i * step)
-        if not tried[low + i * step] <= min(tried.values()) + HOPELESS:
-            break
-    best = min(tried, key=lambda power: tried[power])
-    finer = golden_section(loss, max(low, best - step), min(high, best + step), width)
-    better = min(finer, key=lambda power: finer[power])
-    return better if finer[better] < tried[best] - NOTHING else best
-
-
-def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
-    """Return the part of the Laplace log-evidence that depends on the prior's scale.
-
-    sum over elements of -(theta* - theta0)^2/(2 sigma^2) - 1/2 log(1 + sigma^2 (h + damping)), where h is the
-    curvature, of Kronecker factors in their eigenbases, and sigma the prior's scale times `factor`. Flat priors and
-    parameters without curvature have no part in it.
-    """
-    sums: dict[Layout | None, float] = {}
-    for one in fitted:
-        posterior, h, layout = part_of(one.posterior), one.h, one.posterior.layout
-        if h is None or posterior.flat:
-            continue
-        sig = one.sig * factor
-        away = deviation(posterior.original.detach(), posterior)
-        value = -(float(torch.linalg.vector_norm(away, dtype=wide(away)) / sig) ** 2) / 2
-        if one.weight is None:  # a joined bias is in its weight's eigenvalues
-            holders = layout.size if layout is not None and isinstance(h, Kron) else 1  # of the same eigenvalues
-            h = h.curvature() if isinstance(h, Kron) else h
-            value -= float((h.to(wide(h)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2 / holders
-        group = None if layout is None else layout.group
-        sums[group] = sums.get(group, 0.0) + value
-    return sum(v if group is None else float(group.summed(torch.tensor(v))) for group, v in sums.items())
-
-
-def check_evidence(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood) -> None:
-    """Raise where the evidence says nothing about the prior, or nothing about what samples do."""
-    own = [part_of(one.posterior) for one in fitted if one.h is not None and not one.posterior.flat]
-    if not any(bool(deviation(p.original.detach(), p).any()) for p in own):
-        raise ValueError(
-            "tune='marglik' weighs how far the weights are from the prior mean, and here they are the prior mean: the "
-            "evidence would take the smallest scale; pass bayesify(..., prior_mean='zero') or the pretrained weights "
-            "that training started from, or give validation batches"
-        )
-    spread_all(fitted, 1.0)
-    closed = all(scope.method.closed_form(scope) is not None for scope in scopes_of(model))
-    if not closed and not isinstance(likelihood, Regression):
-        raise ValueError(
-            "tune='marglik' is for regression and for a last layer (include=): the evidence is about the linear model, "
-            "and sampled predictions of all weights can be far worse at its scale; give validation batches"
-        )
-
-
-def by_evidence(fitted: Sequence[Fitted]) -> float:
-    """Return the factor of prior_sig with the largest evidence (MacKay 1992)."""
-    base = typical_sig(fitted)
-    weights = max(1, sum(one.posterior.shape.numel() for one in fitted if one.h is not None))
-    best = least(lambda power: -log_evidence(fitted, 10**power / base) / weights, EVIDENCE_RANGE, CLOSED)
-    if min(best - EVIDENCE_RANGE[0], EVIDENCE_RANGE[1] - best) < CLOSED[1]:
-        logger.warning("the evidence grows up to the end of the range, prior_sig %.3g: is the model trained?", 10**best)
-    logger.info("prior_sig %.4g has the largest evidence (was %.4g)", 10**best, base)
-    return 10**best / base
 
 
 def spread_all(fitted: Sequence[Fitted], factor: float) -> None:
@@ -125,3 +57,127 @@ def typical_sig(fitted: Sequence[Fitted]) -> float:
     """Return the geometric mean of prior_sig over the parameters that have curvature."""
     sigs = [math.log(f.sig) for f in fitted if f.h is not None] or [math.log(f.sig) for f in fitted]
     return math.exp(sum(sigs) / len(sigs))
+
+
+def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
+    """Return the part of the Laplace log-evidence that depends on the prior's scale.
+
+    sum over elements of -(theta* - theta0)^2/(2 sigma^2) - 1/2 log(1 + sigma^2 (h + damping)), where h is the
+    curvature, of Kronecker factors in their eigenbases, and sigma the prior's scale times `factor`. Flat priors and
+    parameters without curvature have no part in it.
+    """
+    sums: dict[Layout | None, float] = {}
+    for one in fitted:
+        posterior, values, layout = part_of(one.posterior), one.values, one.posterior.layout
+        if one.h is None or posterior.flat:
+            continue
+        sig = one.sig * factor
+        away = deviation(posterior.original.detach(), posterior)
+        value = -(float(torch.linalg.vector_norm(away, dtype=wide(away)) / sig) ** 2) / 2
+        if values is not None:
+            holders = layout.size if layout is not None and isinstance(one.h, Kron) else 1  # of the same eigenvalues
+            value -= float((values.to(wide(values)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2 / holders
+        group = None if layout is None else layout.group
+        sums[group] = sums.get(group, 0.0) + value
+    return sum(v if group is None else float(group.summed(torch.tensor(v))) for group, v in sums.items())
+
+
+def settle(
+    fitted: Sequence[Fitted], likelihood: Regression, examples: float, *, wide: bool, power: int
+) -> tuple[list[Fitted], float]:
+    """Estimate a regression's noise, unless it is known, and choose the prior's scale.
+
+    Residuals of the training data are too small, as if the noise were less, by the number of weights that the data
+    decides. With gamma = sum h/(h + 1/sigma^2) such weights, shared evenly by the outputs, the variance is the mean of
+    its posterior, RSS/(N - gamma/K - 2).
+
+    Args:
+        fitted: The parameters with their curvature, at the likelihood's present noise.
+        likelihood: Gets its noise, unless that was given.
+        examples: N, which the curvature is a sum over.
+        wide: Whether to choose the prior's scale: see `widest`.
+        power: The curvature goes with v^-power: 1 for Gauss-Newton, 2 for the empirical Fisher.
+
+    Returns:
+        The parameters with their curvature for the noise that was found, and the prior's scale over `prior_sig`.
+    """
+    rows, factor, free = list(fitted), 1.0, 1.0
+    if any(f.posterior.layout is not None for f in rows):
+        return rows, factor  # each process has rows of its own
+    for _ in range(ROUNDS):
+        factor = widest(rows, likelihood, examples) if wide else 1.0
+        if not likelihood.estimated:
+            break
+        known = _variances(likelihood)
+        free = 1 - (followed(rows, factor) / len(known) + 2) / examples
+        found = likelihood.residuals.squares / likelihood.residuals.count / max(free, LEAST_FREE)
+        likelihood.noise_var = tuple(found.tolist()) if len(found) > 1 else float(found)  # type: ignore[union-attr, arg-type]
+        ratio = float((found / known).mean())
+        rows = [f._replace(h=_times(f.h, ratio**-power)) for f in rows]
+        if abs(ratio - 1) < 1e-3:
+            break
+    if free < LEAST_FREE:
+        logger.warning(
+            "the weights follow %.0f of %.0f examples, so that the residuals say little about the noise; fit it to "
+            "held-out data and pass likelihood=Regression(noise_var)",
+            (1 - free) * examples - 2,
+            examples,
+        )
+    logger.info("noise variance %s, prior scale times %.3g", likelihood.noise_var, factor)
+    return rows, factor
+
+
+def followed(fitted: Sequence[Fitted], factor: float) -> float:
+    """Return gamma = sum h/(h + 1/sigma^2): how many weights the data decides."""
+    gamma = 0.0
+    for one in fitted:
+        if (values := one.values) is not None:
+            h = values.cpu().double()
+            ridge = 0.0 if one.posterior.flat else 1 / (one.sig * factor) ** 2
+            gamma += float((h / (h + ridge + one.posterior.damping).clamp_min(1e-300)).sum())
+    return gamma
+
+
+def widest(fitted: Sequence[Fitted], likelihood: Regression, examples: float) -> float:
+    """Return the factor of the widest prior that the evidence allows.
+
+    Its functions vary at most `WEAK` times as much as the targets, and its evidence is within `DOSE` nats per example
+    of the largest; where the prior mean is the trained weights themselves, the evidence is that of a prior around zero.
+    Both constants were chosen on a noisy sine with a gap, such that the truth is inside the intervals far from the data
+    too. A diagonal, whose weights know nothing of each other, follows at most `SHARE` of the data.
+    """
+    own = [f for f in fitted if f.h is not None and not f.posterior.flat]
+    curved = [(values, f.sig) for f in own if (values := f.values) is not None]
+    spread = sum(float(values.double().sum()) * sig**2 for values, sig in curved)  # of f/sqrt(v), summed over the data
+    sums = likelihood.residuals
+    if not spread > 0 or not isinstance(sums.scatter, Tensor):
+        return 1.0
+    size = float((sums.scatter / sums.count / _variances(likelihood)).sum()) * examples
+    if not size > 0:
+        return 1.0
+    limit = WEAK * math.sqrt(size / spread)
+    still = all(torch.equal(f.posterior.original, f.posterior.prior_mean.to(f.posterior.original)) for f in own)
+    weights = sum(values.numel() for values, _ in curved) if still else 0
+    tried: dict[float, float] = {}
+    for factor in (limit * width for width in WIDTHS):
+        # A relative scale is a weight's own size: around zero, each weight is one scale away.
+        tried[factor] = log_evidence(own, factor) - weights / (2 * factor**2)
+        if tried[factor] < max(tried.values()) - PAST:
+            break  # beyond the largest
+    enough = max(tried.values()) - DOSE * examples
+    found = next(factor for factor, value in tried.items() if value >= enough)
+    alone = [f for f in own if not isinstance(f.h, Kron)]
+    while alone and found > limit * WIDTHS[-1] and followed(alone, found) > SHARE * examples * max(sums.outputs, 1):
+        found *= WIDTHS[1]
+    return found
+
+
+def _variances(likelihood: Regression) -> Tensor:
+    """Return the present variance of each output."""
+    return torch.tensor(likelihood.noise_var, dtype=torch.float64).expand(max(likelihood.residuals.outputs, 1))
+
+
+def _times(h: Tensor | Kron | None, ratio: float) -> Tensor | Kron | None:
+    if isinstance(h, Kron):
+        return h._replace(left_values=h.left_values * ratio)
+    return None if h is None else h * ratio

@@ -2,35 +2,45 @@
 
 import copy
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from bayesify.core import ranks
 from bayesify.core.distributed import gathered_whole, part_of
 from bayesify.core.gaussian_noise import noise_in
-from bayesify.core.scopes import check_module, check_num_data, plain_name, scopes_of
+from bayesify.core.scopes import check_module, check_num_data, mean, plain_name, scopes_of
 from bayesify.core.selection import Candidate, Patterns, select
-from bayesify.methods.laplace.evidence import Fitted
-from bayesify.methods.laplace.method import Laplace, LaplacePosterior
-from bayesify.methods.laplace.passes import Pass
-from bayesify.methods.laplace.regression import settle
-from bayesify.methods.laplace.tuning import BOUND_EXAMPLES, CHOICES, SELF_EXAMPLES, choose, trial
-from bayesify.prediction.batches import reads_a_part
-from bayesify.prediction.likelihoods import (
-    Classification,
-    Likelihood,
-    Loss,
-    Regression,
-    likelihood_of,
+
+from bayesify.engine import noise as noises
+from bayesify.methods.laplace.curvature import Curvature
+from bayesify.methods.laplace.evidence import Fitted, settle
+from bayesify.methods.laplace.method import KRON, Kron, Laplace, LaplacePosterior
+from bayesify.methods.laplace.tuning import CHOICES, choose, first_examples, looked_at
+from bayesify.prediction import likelihoods
+from bayesify.prediction.batches import (
+    as_batches,
+    call_model,
+    device_of,
+    logits_of,
+    reads_a_part,
+    split_batch,
+    to_device,
 )
+from bayesify.prediction.likelihoods import Classification, Given, Likelihood, Loss, Regression
+from bayesify.prediction.view import evaluation
 
 M = TypeVar("M", bound=nn.Module)
+Methods = dict[LaplacePosterior, Laplace]
 
-CURVATURES = ("ef", "ggn")
-STRUCTURES = ("diag", "kron")
+CURVATURES, STRUCTURES = ("ef", "ggn"), ("diag", "kron")
 LOOSE = 10  # prior scales
+CHANGED = ("deviation", *KRON, *LaplacePosterior.results, "_stamp")  # what a fit changes in a posterior
 
 
 def fit_laplace(
@@ -100,44 +110,50 @@ def fit_laplace(
     """
     methods = _methods(model)
     chosen = _selected(model, include)
-    given = copy.copy(likelihood_of(likelihood, loss))
-    learned = noise_in(model)
-    if learned is not None and loss is None and likelihood in (None, "regression"):
+    for name, value, known in (("curvature", curvature, CURVATURES), ("structure", structure, STRUCTURES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+    if num_data is not None:
+        check_num_data(num_data)
+    if isinstance(tune, bool) or (isinstance(tune, str) and tune not in CHOICES):
+        raise ValueError(f"tune must be one of {list(CHOICES)}, validation batches or None, got {tune!r}")
+    scopes = scopes_of(model)
+    given = copy.copy(likelihoods.likelihood_of(likelihood, loss))
+    if (learned := noise_in(model)) is not None and loss is None and likelihood in (None, "regression"):
         given = Regression(learned.variance)
-    _check_arguments(curvature, structure, num_data, tune)
-    first: list[Any] = []
+    data, factor = [], None
     if loader is None:
-        fitted, found = _kept(methods), given or _likelihood_of_fit(model)
+        last = next(iter(methods.values())).noise_var  # of a regression
+        fitted, found = _kept(methods), given or (Classification() if last is None else Regression(last))
     else:
-        kron, parts = structure == "kron", _gives_parts(loader, same_data)
-        looked = BOUND_EXAMPLES if tune is None else SELF_EXAMPLES if tune == "self" else 0
         with gathered_whole(model):
-            run = Pass(model, chosen, given, ggn=kron or curvature == "ggn", kron=kron)
-            first = run.over(loader, looked, parts=parts, progress=progress)
-        first = trial(first, run.examples) if tune is None else first
-        if any(scope.sharded for scope in scopes_of(model)):
-            first = first[: min(ranks.gathered(len(first)))]  # their forwards wait for each other
+            run = Pass(model, chosen, given, curvature == "ggn" or structure == "kron", structure == "kron")
+            data = run.over(loader, looked_at(tune), parts=_gives_parts(loader, same_data), progress=progress)
+        data = first_examples(data, looked_at(tune, run.examples))
         fitted, found = run.fitted(methods, num_data)
-    factor = None
     if isinstance(found, Regression) and loader is not None:
-        relative = all(f.posterior.relative for f in fitted if f.h is not None)
-        wide = tune == "wide" or (tune is None and relative)
-        count = run.count if num_data is None else num_data
-        fitted, own = settle(fitted, found, count, wide=wide, power=1 if run.ggn else 2)
-        factor = own if wide else None
+        wide = tune == "wide" or (tune is None and all(f.posterior.relative for f in fitted if f.h is not None))
+        examples = run.count if num_data is None else num_data
+        fitted, widest = settle(fitted, found, examples, wide=wide, power=1 if run.ggn else 2)
+        factor = widest if wide else None
     elif tune == "wide":
         raise ValueError("tune='wide' is for regression and its training batches; give validation batches, or 'self'")
-    before = [(scope, scope.method) for scope in scopes_of(model)]
     noise_var = found.noise_var if isinstance(found, Regression) else None
+    before: list[tuple[Any, str, Any]] = [(scope, "method", scope.method) for scope in scopes]
+    before += [(posterior, name, getattr(posterior, name)) for posterior in methods for name in CHANGED]
     try:
-        for scope, method in before:  # which say how candidates for the prior's scale are to be predicted with
-            if isinstance(method, Laplace):
-                scope.method = replace(method, noise_var=noise_var, likelihood=found.name)
-        _store(model, fitted, tune, found, first, factor, progress=progress)
+        for scope in scopes:  # first, since candidates for the prior's scale are predicted with
+            scope.method = replace(scope.method, noise_var=noise_var, likelihood=found.name)  # type: ignore[call-arg]
+        factor = choose(tune, fitted, model, found, data, progress) if factor is None else factor
+        while fitted:
+            fitted.pop().spread(factor)  # no more than one curvature is kept beside its deviation
     except BaseException:
-        for scope, method in before:
-            scope.method = method
+        for owner, name, value in before:
+            setattr(owner, name, value)
         raise
+    for posterior in methods:
+        posterior.tuned = "" if tune is None else CHOICES[tune] if isinstance(tune, str) else "validation"
+    _warn_of_loose(methods)
     return model
 
 
@@ -153,35 +169,7 @@ def _gives_parts(loader: Any, same_data: bool | None) -> bool:
     return not same_data
 
 
-def _likelihood_of_fit(model: nn.Module) -> Likelihood:
-    """Return the likelihood of the last fit: a regression leaves its noise behind, else it is a classification."""
-    noise_var = next((s.method.noise_var for s in scopes_of(model) if isinstance(s.method, Laplace)), None)
-    return Classification() if noise_var is None else Regression(noise_var)
-
-
-def _check_arguments(curvature: str, structure: str, num_data: float | None, tune: Any) -> None:
-    for name, value, known in (("curvature", curvature, CURVATURES), ("structure", structure, STRUCTURES)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
-    if num_data is not None:
-        check_num_data(num_data)
-    if isinstance(tune, bool) or (isinstance(tune, str) and tune not in (*CHOICES, "wide")):
-        raise ValueError(f"tune must be one of {[*CHOICES, 'wide']}, validation batches or None, got {tune!r}")
-
-
-def _kept(methods: "dict[LaplacePosterior, Laplace]") -> list[Fitted]:
-    """Return the curvature of the last fit, where all of it was kept."""
-    names = {p.name: p for p in methods}
-    for posterior in methods:
-        if posterior.kron is None and (not posterior.ready or posterior.moves):
-            raise ValueError(
-                f"loader=None needs the factors of an earlier fit with structure='kron', which {posterior.name!r} does "
-                "not have; give the training batches"
-            )
-    return [Fitted(p, p.kron, names[p.partner] if p.partner else None) for p in methods]
-
-
-def _methods(model: nn.Module) -> dict[LaplacePosterior, Laplace]:
+def _methods(model: nn.Module) -> Methods:
     """Return the posteriors with their options; all must be of method "la"."""
     out = {}
     check_module(model)
@@ -204,42 +192,25 @@ def _selected(model: nn.Module, include: Patterns) -> dict[str, LaplacePosterior
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, LaplacePosterior):
             names.setdefault(module, []).append(plain_name(path))
-    for posterior, found in names.items():
-        found.append(posterior.name)  # as in the bayesified model itself, whatever it is wrapped in
-    every = {p: Candidate(p.original, [], found) for p, found in names.items()}
+    # The last name is that in the bayesified model itself, whatever it is wrapped in.
+    every = {p: Candidate(p.original, [], [*found, p.name]) for p, found in names.items()}
     select(list(every.values()), include, None)
     return {candidate.name: p for p, candidate in every.items() if not candidate.skipped}
 
 
-def _store(
-    model: nn.Module,
-    fitted: list[Fitted],
-    tune: Any,
-    likelihood: Likelihood,
-    first: list[Any],
-    factor: float | None,
-    *,
-    progress: bool,
-) -> None:
-    """Give the posteriors their variances, with the prior's scale that `tune` chooses; uses `fitted` up."""
-    before = {f.posterior: f.posterior.fitted() for f in fitted}
-    try:
-        tuned = "evidence" if tune == "wide" else ""
-        if factor is None:
-            factor, tuned = choose(tune, fitted, model, likelihood, first, progress=progress)
-        while fitted:
-            # One after the other, so that no more than one curvature is kept beside its deviation.
-            fitted.pop().spread(factor)
-    except BaseException:
-        for posterior, old in before.items():
-            posterior.put_back(old)
-        raise
-    for posterior in before:
-        posterior.tuned = tuned
-    _warn_of_loose(list(before))
+def _kept(methods: Methods) -> list[Fitted]:
+    """Return the curvature of the last fit, where all of it was kept."""
+    names = {p.name: p for p in methods}
+    for posterior in methods:
+        if posterior.kron is None and (not posterior.ready or posterior.moves):
+            raise ValueError(
+                f"loader=None needs the factors of an earlier fit with structure='kron', which {posterior.name!r} does "
+                "not have; give the training batches"
+            )
+    return [Fitted(p, p.kron, names[p.partner] if p.partner else None) for p in methods]
 
 
-def _warn_of_loose(posteriors: list[LaplacePosterior]) -> None:
+def _warn_of_loose(posteriors: Iterable[LaplacePosterior]) -> None:
     """Warn where a flat prior meets so little curvature that samples lie far outside of any prior."""
     flat = [part_of(p) for p in posteriors if p.flat and p.deviation is not None]
     loose = sum(int((p.std > LOOSE * p.prior_sig).sum()) for p in flat)
@@ -248,5 +219,152 @@ def _warn_of_loose(posteriors: list[LaplacePosterior]) -> None:
             f"{loose} of {sum(p.std.numel() for p in flat)} elements under a flat prior have so little curvature that "
             f"their standard deviation is over {LOOSE} prior_sig, up to {max(float(p.std.max()) for p in flat):.3g}: "
             "samples may be useless; pass bias='informative', or damping=, to bayesify",
-            stacklevel=4,
+            stacklevel=3,
         )
+
+
+class Pass:
+    """The pass over the data, which sums the curvature of a model's loss."""
+
+    def __init__(
+        self, model: nn.Module, chosen: Mapping[str, LaplacePosterior], loss: Likelihood | None, ggn: bool, kron: bool
+    ) -> None:
+        # DDP's own forward waits for the other processes, which may have fewer batches.
+        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self.chosen, self.likelihood, self.ggn, self.kron = chosen, loss, ggn, kron  # no loss: the first batch shows it
+        self.params = {name: p.original for name, p in chosen.items()}
+        self.curvature = Curvature(self.model, self.params, _pairs(chosen) if kron else {})
+        self.places = LabelPlaces(self.model)
+        self.generator = torch.Generator()
+        self.count = self.examples = 0  # items of data, and examples of this process
+
+    def over(self, loader: Any, keep: int, *, parts: bool, progress: bool) -> list[Any]:
+        """Run over the data, and return the first batches, with `keep` examples or all of them."""
+        if self.ggn:
+            self.generator.manual_seed(noises.global_seed())
+        batches, first = as_batches(loader), []
+        with evaluation(self.model), mean(self.model), torch.inference_mode(False):
+            if self.likelihood is None or getattr(self.likelihood, "needs_residuals", False):
+                batches = list(batches) if isinstance(batches, Iterator) else batches
+                self._settle_noise(batches, parts=parts)
+            with _gradients_of(self.model, self.params):
+                for batch in tqdm(batches, desc="fit_laplace", unit="batch", disable=not progress):
+                    if self.examples < keep:
+                        first.append(batch)
+                    self._add(batch)
+        if parts:
+            self._sum_over_ranks()
+        if self.count == 0:
+            raise ValueError("the loader has no batches; pass a non-empty one")
+        return first
+
+    def fitted(self, methods: Methods, num_data: float | None) -> tuple[list[Fitted], Likelihood]:
+        """Return each posterior's curvature times Ninflate num_data/seen, and the likelihood; forget the sums."""
+        assert self.likelihood is not None
+        size = self.count if num_data is None else num_data
+        scale = self.likelihood.settle("ggn" if self.ggn else "ef") * size / self.count
+        once = self.kron or isinstance(self.likelihood, Regression)  # which is read linearly: nothing to temper
+        scales = {name: scale * methods[p].inflation(size, kron=once) for name, p in self.chosen.items()}
+        krons = self.curvature.factors(scales)
+        weights = {layer.bias: self.chosen[weight] for weight, layer in (self.curvature.layers or {}).items()}
+        names = {posterior: name for name, posterior in self.chosen.items()}
+        out = []
+        for posterior in methods:
+            name = names.get(posterior, "")
+            h: Tensor | Kron | None = krons.pop(name, None)
+            joined = weights.get(name) if h is not None else None
+            if h is None and (total := self.curvature.squares.pop(name, None)) is not None:
+                h = total.mul_(scales[name]) if posterior.layout is None else posterior.layout.own(total, scales[name])
+            out.append(Fitted(posterior, h, joined))
+        return out, self.likelihood
+
+    def _add(self, batch: Any) -> None:
+        """Add the curvature of one batch."""
+        inputs, target = split_batch(to_device(batch, device_of(self.model)))
+        with torch.enable_grad():
+            found = self.curvature.recorder.forward(
+                lambda: call_model(self.model, inputs, target), len(target) if isinstance(target, Tensor) else 0
+            )
+        if not isinstance(self.likelihood, Given):  # a loss of the caller's own knows which labels it compares
+            moved = self.places(batch, found)
+            target = moved.to(target.device) if isinstance(moved, Tensor) else moved
+        likelihood = self.likelihood = self.likelihood or likelihoods.found_likelihood(found, target)
+        with torch.enable_grad():
+            losses = likelihood.losses(found, target)
+        count, output = len(losses), logits_of(found) if self.ggn else losses
+        if not count:
+            return
+        likelihood.observe(found, target)
+        if self.ggn and len(output) != count:
+            raise ValueError(f"curvature='ggn' needs an output per example, got {len(output)} for {count}; use 'ef'")
+        if output.grad_fn is not None:
+            seeds = likelihood.roots(output, target, self.generator) if self.ggn else [torch.ones_like(output)]
+            self.curvature.add(
+                output, seeds, lambda diagonal: likelihood.curvature(output, target, self.generator, diagonal=diagonal)
+            )
+        self.examples += count
+        self.count += likelihood.items(target, count)
+
+    def _settle_noise(self, batches: Iterable[Any], *, parts: bool) -> None:
+        """Find the noise of each of several outputs from the residuals, before the curvature that it weighs.
+
+        Curvatures of one output are rescaled in the end, so that its first batch is enough.
+        """
+        for batch in batches:
+            inputs, target = split_batch(to_device(batch, device_of(self.model)))
+            if self.likelihood is None and not (isinstance(target, Tensor) and target.is_floating_point()):
+                return  # no regression
+            found = call_model(self.model, inputs, target)
+            likelihood = self.likelihood = self.likelihood or likelihoods.found_likelihood(found, target)
+            if not isinstance(likelihood, Regression) or logits_of(found)[:1].numel() == 1:
+                return
+            likelihood.observe(found, target)
+        if self.likelihood is not None:
+            if parts:
+                self.likelihood.join(ranks.gathered)
+            self.likelihood.settle("ggn")
+
+    def _sum_over_ranks(self) -> None:
+        """Sum over the processes."""
+        curvature = self.curvature
+        layers = [known for known in ranks.gathered(curvature.layers) if known]
+        if any(other != layers[0] for other in layers):
+            raise ValueError("the processes found different layers for structure='kron'; use structure='diag'")
+        curvature.layers = layers[0] if layers else {}
+        if self.likelihood is not None:
+            self.likelihood.join(ranks.gathered)
+        for totals in (curvature.squares, curvature.inputs, curvature.outputs):
+            ranks.sum_over(totals, self.params)
+        counts = ranks.gathered(curvature.counts)
+        curvature.counts = {name: sum(own.get(name, 0) for own in counts) for name in curvature.layers}
+        self.count = sum(ranks.gathered(self.count))
+
+
+def _pairs(chosen: Mapping[str, LaplacePosterior]) -> dict[str, str | None]:
+    """Return which parameters may be weights with a Kronecker-factored curvature, each with the name of its bias."""
+    out: dict[str, str | None] = {}
+    for name, posterior in chosen.items():
+        if posterior.original.dim() > 1 and posterior.fixed_row is None:
+            head, found, rest = name.rpartition("weight")
+            bias = f"{head}bias{rest}"
+            out[name] = bias if found and bias in chosen else None
+            if out[name] is not None and chosen[bias].flat:
+                raise ValueError(
+                    f"structure='kron' gives {name!r} and {bias!r} one Gaussian with the weight's prior, but the "
+                    "bias's prior is flat; bayesify with bias='informative', or use structure='diag'"
+                )
+    return out
+
+
+@contextmanager
+def _gradients_of(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let no other parameter ask for a gradient, so that what lies below them makes no graph."""
+    wanted = {id(p) for p in params.values()}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in wanted]
+    for param in others:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in others:
+            param.requires_grad_(True)

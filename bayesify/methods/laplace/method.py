@@ -1,29 +1,88 @@
 """The Laplace approximation: MAP training, then a Gaussian from the curvature of the loss at its optimum.
 
-The curvature is computed by `bayesify.fit_laplace`.
+The curvature is computed by `bayesify.fit_laplace`: element by element, or as Kronecker factors of each layer.
 """
 
+import math
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bayesify.core.distributed import part
+from bayesify.core.distributed import part, whole
 from bayesify.core.method import Tempered
 from bayesify.core.moments import MomentsPosterior
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype, wide
+from bayesify.core.reading import Scope
 from bayesify.core.stored import Kept
 from bayesify.engine.noise import Stream, name_key
-from bayesify.methods.laplace.closed_form import LastLayer, last_layer
-from bayesify.methods.laplace.kron import KRON, Kron
+from bayesify.prediction.gaussian import GaussianLogits, Spread
 from bayesify.prediction.likelihoods import Regression
 
 PIECE = 1 << 22  # elements at a time in full precision
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FREE = Kept("free"), Kept("free", least=0)
+KRON = {"left": FREE[0], "left_values": FREE[1], "right": FREE[0], "right_values": FREE[1]}  # of a posterior's `Kron`
+
+
+class Kron(NamedTuple):
+    """The eigendecomposition of a curvature's Kronecker factors, as one parameter needs it.
+
+    The curvature of a linear map's weight (with its bias as the weight of a constant input 1) is taken as A x B: A =
+    sum a a^T over the rows that the map is applied to, and B the mean over these rows of the curvature of the loss at
+    its outputs. With the parameter's first dimension as rows and the others as columns, its deviation from the mean is
+    left (sqrt(v) * eps) right^T, v_ki = 1/(left_values_k right_values_i + ridge), ridge = 1/sigma^2 + damping. Weight
+    and bias of a layer have the same eigenvalues and draw the same eps; each has its own rows of A's eigenvectors.
+    """
+
+    left: Tensor | None  # eigenvectors of the rows' factor, (rows, m); None is the identity
+    left_values: Tensor  # (m,)
+    right: Tensor | None  # of the columns' factor, (columns, n)
+    right_values: Tensor  # (n,)
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Return whether these can be the factors of a parameter of some shape."""
+        sides = ((self.left, self.left_values), (self.right, self.right_values))
+        if any(v is None or v.dim() != 1 or (basis is not None and basis.shape[1:] != v.shape) for basis, v in sides):
+            return False
+        return math.prod(len(v if basis is None else basis) for basis, v in sides) == shape.numel()
+
+    def curvature(self) -> Tensor:
+        """Return b_k a_i in the eigenbases."""
+        return torch.outer(self.left_values, self.right_values)
+
+    def variances(self, ridge: float) -> Tensor:
+        """Return v_ki = 1/(b_k a_i + ridge), in the eigenbases."""
+        return (self.curvature() + ridge).reciprocal_()
+
+    def variance(self, ridge: float) -> Tensor:
+        """Return the variance of each element of the parameter: left^2 v (right^2)^T."""
+        left, right = (None if basis is None else basis.square() for basis in (self.left, self.right))
+        return _between(left, self.variances(ridge), right)
+
+    def draw(self, noise: Tensor, ridge: float) -> Tensor:
+        """Return left (sqrt(v) * eps) right^T, of (rows, columns)."""
+        return _between(self.left, noise.to(self.left_values.dtype) * self.variances(ridge).sqrt_(), self.right)
+
+    def pull(self, grads: Tensor, ridge: float) -> Tensor:
+        """Return sqrt(v) * (left^T g right) of each of several gradients: the transpose of `draw`."""
+        rows = len(self.left_values if self.left is None else self.left)
+        g = grads.to(self.left_values.dtype).reshape(len(grads), rows, -1)
+        g = g if self.left is None else self.left.T @ g
+        g = g if self.right is None else g @ self.right
+        return g * self.variances(ridge).sqrt_()
+
+
+def _between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
+    """Return left middle right^T, the smaller product first."""
+    if right is not None and len(right) <= len(middle):
+        middle, right = middle @ right.T, None
+    middle = middle if left is None else left @ middle
+    return middle if right is None else middle @ right.T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,43 +144,88 @@ class Laplace(Tempered):
                 stacklevel=4,
             )
 
-    def closed_form(self, scope: Any) -> LastLayer | None:
-        """Return the way to predict without samples, where the fit is of one linear layer only."""
-        return last_layer(scope)
+    def closed_form(self, scope: Scope) -> "LastLayer | None":
+        """Return the linear layer that alone has variance, as a way to predict without samples.
+
+        Whether it is the last one shows in the model's outputs.
+        """
+        moving = {p for p in scope.posteriors if p.moves}
+        places = [
+            (site.module, site.attribute, posterior)
+            for site in scope.sites
+            for posterior in site.module.parametrizations[site.attribute]  # type: ignore[index]
+            if posterior in moving
+        ]
+        found = {attribute: posterior for _, attribute, posterior in places}
+        if len({module for module, *_ in places}) != 1 or not len(places) == len(found) == len(moving):
+            return None
+        head, weight, bias = places[0][0], found.pop("weight", None), found.pop("bias", None)
+        if weight is None or found or not isinstance(head, nn.Linear):
+            return None
+        if any(len(head.parametrizations[attribute]) != 1 for _, attribute, _ in places):  # type: ignore[index]
+            return None
+        if bias is not None and (weight.kron is None) != (bias.kron is None):
+            return None  # the sum of two covariances with different bases
+        return LastLayer(head, weight, bias)
+
+
+class LastLayer(NamedTuple):
+    """A linear layer with all of the model's spread: its Gaussian weights give Gaussian logits."""
+
+    head: nn.Linear
+    weight: Any  # its weight's posterior
+    bias: Any  # its bias's posterior, or None where that is a point
+
+    def spread(self) -> Spread:
+        """Return how the layer spreads its outputs, whose covariance is Q_B diag(q) Q_B^T.
+
+        With z the features in A's eigenbasis (and the bias's constant input with them), q_nk = sum_i z_ni^2/(b_k a_i +
+        1/sigma^2 + damping). For a diagonal posterior q is sum_i x_ni^2 v_ki + v_k of the bias, and the basis the
+        identity. The factor of `calibrate` is in both.
+        """
+        kron = self.weight.kron
+        if kron is None:
+            constant = None if self.bias is None else whole(self.bias.std).square()
+            return Spread(None, None, whole(self.weight.std).square().T, constant, None)
+        own = None if self.bias is None else self.bias.kron
+        shift = None if own is None or own.right is None else own.right.squeeze(0)
+        variances = kron.variances(self.weight.ridge).T * self.weight.calibration**2
+        return Spread(kron.right, shift, variances, None, kron.left)
+
+    def logits(self, features: Tensor, mean: Tensor) -> GaussianLogits:
+        """Return the distribution of the outputs, for inputs (N, ..., in) and the outputs of the mean, (N, ..., K)."""
+        return self.spread().logits(features, mean)
 
 
 class LaplacePosterior(MomentsPosterior):
     """N(theta*, v) around the trained parameter, with a diagonal or a Kronecker-factored covariance.
 
-    Diagonal: the tensor `deviation` is sqrt(v). Kronecker: four tensors are the eigenvalues and eigenvectors of the two
-    factors (`bayesify.methods.laplace.kron.Kron`), and sqrt(v) follows from them and the prior's scale.
+    Diagonal: the tensor `deviation` is sqrt(v). Kronecker: the four tensors of a `Kron`, from which and the prior's
+    scale sqrt(v) follows.
     """
 
     results = ("fitted_sig", "tuned", "partner")
-    kept = Posterior.kept | {"deviation": Kept(least=0), **dict.fromkeys(KRON, Kept("free"))}
+    kept = Posterior.kept | {"deviation": Kept(least=0)} | KRON
     missing = "Laplace has not been fitted; call bayesify.fit_laplace(model, loader) after training"
 
     deviation: Tensor | None
-    fitted_sig: float | None = None
-    """The prior's scale that the variances were computed with; `prior_sig` stays what training used."""
-    tuned: str = ""
-    """How `fit_laplace` chose that scale, if it did."""
-    partner: str = ""
-    """The name of the weight that a bias is one Kronecker-factored Gaussian with."""
+    fitted_sig: float | None = None  # the prior's scale of the variances; `prior_sig` stays what training used
+    tuned: str = ""  # how `fit_laplace` chose that scale, if it did
+    partner: str = ""  # the name of the weight that a bias is one Kronecker-factored Gaussian with
 
     def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, damping: float = 0.0) -> None:
         super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
         self.damping = damping
-        self._stamp: tuple[torch.dtype, int] | None = None
-        self._looked: tuple[int, int] | None = None
+        self._stamp: tuple[torch.dtype, int] | None = None  # of the parameter at the fit
+        self._looked: tuple[int, int] | None = None  # which parameter was compared with it last
 
     # -- the fit -----------------------------------------------------------------------------------------------
 
     @property
     def kron(self) -> Kron | None:
         """The Kronecker factors, where the fit has given some."""
-        factors = {name: getattr(self, name) for name in KRON}
-        return None if factors["left_values"] is None else Kron(**factors)
+        factors: Any = [getattr(self, name) for name in KRON]
+        return None if factors[1] is None else Kron(*factors)
 
     @property
     def ready(self) -> bool:
@@ -130,26 +234,12 @@ class LaplacePosterior(MomentsPosterior):
 
     def fit(self, curvature: "Tensor | Kron | None", sig: float, partner: str = "") -> None:
         """Take over a curvature, with the prior's scale and the weight that a bias shares its Gaussian with."""
-        if isinstance(curvature, Kron):
-            self._put({"deviation": None, **curvature._asdict()})
-        else:
-            self._put({"deviation": self.spread(curvature, sig), **dict.fromkeys(KRON)})
+        factors = curvature if isinstance(curvature, Kron) else (None,) * len(KRON)
+        self.deviation = None if isinstance(curvature, Kron) else self.spread(curvature, sig)
+        for name, factor in zip(KRON, factors, strict=True):
+            setattr(self, name, factor)
         self.fitted_sig, self.partner = sig, partner
         self._remember_mean()
-
-    def fitted(self) -> tuple[Any, ...]:
-        """Return all that `fit` changes, for `put_back`."""
-        tensors = {name: getattr(self, name) for name in ("deviation", *KRON)}
-        return tensors, self.fitted_sig, self.tuned, self.partner, self._stamp
-
-    def put_back(self, before: tuple[Any, ...]) -> None:
-        """Undo a fit."""
-        tensors, self.fitted_sig, self.tuned, self.partner, self._stamp = before
-        self._put(tensors)
-
-    def _put(self, tensors: dict[str, Tensor | None]) -> None:
-        for name, tensor in tensors.items():
-            setattr(self, name, tensor)
 
     @property
     def ridge(self) -> float:
@@ -221,7 +311,8 @@ class LaplacePosterior(MomentsPosterior):
         if kron is None:
             return stream
         key = name_key(self.partner) if self.partner else self.key
-        return stream._replace(key=key, shape=kron.noise_shape, dtype=kron.left_values.dtype)
+        shape = torch.Size((len(kron.left_values), len(kron.right_values)))
+        return stream._replace(key=key, shape=shape, dtype=kron.left_values.dtype)
 
     def draw(self, mean: Tensor, seed: int) -> Tensor:
         """Compute `theta`."""
@@ -244,10 +335,9 @@ class LaplacePosterior(MomentsPosterior):
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless these tensors can be a diagonal or a Kronecker-factored covariance, or none."""
         super().check_state(state)
-        if (kron := {name: state.get(name) for name in KRON}) and any(t is not None for t in kron.values()):
-            Kron(**kron).check(self.shape)  # type: ignore[arg-type]
-            if "deviation" in state:
-                raise ValueError("there is a deviation beside the Kronecker factors")
+        factors: Any = [state.get(name) for name in KRON]
+        if any(t is not None for t in factors) and ("deviation" in state or not Kron(*factors).fits(self.shape)):
+            raise ValueError("the Kronecker factors are incomplete, damaged, of another shape, or beside a deviation")
 
     def after_load(self) -> None:
         """Take the mean that is there for that of the fit."""
@@ -256,26 +346,20 @@ class LaplacePosterior(MomentsPosterior):
     # -- training that goes on ---------------------------------------------------------------------------------
 
     def _remember_mean(self) -> None:
-        self._stamp, self._looked = self._bits(), None
+        self._stamp, self._looked = self._checksum(), None
 
-    def _bits(self) -> tuple[torch.dtype, int] | None:
-        """Return the sum of the parameter's bits as integers, each times its place: exact, whatever the device."""
+    def _checksum(self) -> tuple[torch.dtype, int] | None:
+        """Return the parameter's precision and a checksum of its bytes; None where they are not at hand."""
         param = self.original.detach()
         if param.device.type == "meta" or hasattr(param, "device_mesh"):
             return None
-        total = 0
-        for start, piece in enumerate(
-            torch.split(param.contiguous().view(BITS[param.element_size()]).flatten(), PIECE)
-        ):
-            places = torch.arange(1, len(piece) + 1, device=piece.device) + start * PIECE
-            total += int((piece * places).sum())
-        return param.dtype, total
+        return param.dtype, zlib.crc32(param.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def has_moved(self) -> bool:
-        """Tell whether the parameter is another one than at the fit; a parameter in another precision is the same."""
+        """Return whether the parameter has changed since the fit; another precision is no change."""
         now = (id(self.original), 0 if self.original.is_inference() else self.original._version)
         if self._stamp is None or self._looked == now:
             return False
         self._looked = now
-        found = self._bits()
+        found = self._checksum()
         return found is not None and found[0] == self._stamp[0] and found != self._stamp

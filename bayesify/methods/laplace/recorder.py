@@ -1,7 +1,7 @@
-"""Note what the layers of a model take in a forward pass, and where the gradients of their outputs arrive."""
+"""Record what the layers of a model take in a forward pass, and where the gradients of their outputs arrive."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +14,23 @@ from bayesify.prediction.batches import logits_of
 
 
 class NoRuleError(Exception):
-    """The per-example gradients of a call cannot be had in one go."""
+    """The per-example gradients of a call cannot be computed in one go."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a module: what it took, what it returned, and where the gradient of that arrives.
-
-    The place is kept beside the tensor, since what follows may change the tensor in place.
-    """
+    """One call of a module."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    shape: torch.Size
-    row: Tensor
-    edge: Any
+    shape: torch.Size  # of the output
+    row: Tensor  # the output's first row
+    edge: Any  # where the output's gradient arrives, kept since later operations may change the tensor in place
 
     @property
     def inputs(self) -> Tensor:
-        """The first thing that it took, which must be a tensor."""
+        """The first argument, which must be a tensor."""
         first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         if not isinstance(first, Tensor) or not first.dim():
             raise NoRuleError
@@ -41,23 +38,19 @@ class Call:
 
 
 class Recorder:
-    """Notes the calls of the modules that some parameters belong to, and of the modules around these.
+    """Records the calls of the modules that own some parameters, and of the modules around these.
 
-    What all examples share is spread over them, (1, ...) to (examples, ...), so that each has a gradient of its own:
-    embeddings of positions, class tokens. That this changes nothing is seen in a second forward of the first batch.
-
-    Attributes:
-        calls: Those of the last forward.
-        owned: The names of a module's own parameters, by attribute.
-        around: For each parameter, the modules that it is in, from the inside, without the model itself.
+    Outputs that all examples share (embeddings of positions, class tokens) are expanded from (1, ...) to (examples,
+    ...), so that each example has a gradient of its own. A second forward of the first batch checks that this leaves
+    the model's outputs as they are.
     """
 
     def __init__(self, model: nn.Module, params: Mapping[str, Tensor]) -> None:
-        self.calls: list[Call] = []
-        self.owned: dict[nn.Module, dict[str, str]] = {}
-        self.around: dict[str, list[nn.Module]] = {name: [] for name in params}
+        self.calls: list[Call] = []  # of the last forward
+        self.owned: dict[nn.Module, dict[str, str]] = {}  # a module's own parameters: names by attribute
+        self.around: dict[str, list[nn.Module]] = {name: [] for name in params}  # from the inside, without the model
         self._tokens: set[nn.Module] = set()
-        self._spread: bool | None = None  # not known before the first batch
+        self._expands: bool | None = None  # unknown before the first batch
         names = {id(param): name for name, param in params.items()}
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, module in modules.items():
@@ -74,61 +67,52 @@ class Recorder:
                 self.around[name] += [m for m in above if m not in self.around[name]]
 
     def forward(self, run: Callable[[], Any], count: int) -> Any:
-        """Run the model on a batch of `count` examples, and note the calls."""
-        if count == 1 or self._spread is False:
-            return self._noted(run, 0)[0]
-        try:
-            found, spread = self._noted(run, count)
-        except Exception:
-            self._spread = False
-            return self._noted(run, 0)[0]
-        if self._spread is None and spread:
-            with torch.no_grad():
-                plain = logits_of(run())
-            self._spread = plain.shape == (ours := logits_of(found)).shape and torch.allclose(
-                plain.float(), ours.float(), rtol=1e-3, atol=1e-3 * float(plain.float().abs().max())
-            )
-            return found if self._spread else self._noted(run, 0)[0]
-        return found
+        """Run the model on a batch of `count` examples, and record the calls."""
+        if count > 1 and self._expands is not False:
+            try:
+                found, expanded = self._recorded(run, count)
+                if expanded and self._expands is None:
+                    self._expands = _same(run, found)
+                if self._expands or not expanded:
+                    return found
+            except Exception:  # of a model that does not take expanded outputs
+                self._expands = False
+        return self._recorded(run, 0)[0]
 
-    def _noted(self, run: Callable[[], Any], count: int) -> tuple[Any, bool]:
-        """Run, and return also whether anything was spread; with a count of 0 nothing is."""
-        self.calls, spread = [], []
+    def _recorded(self, run: Callable[[], Any], count: int) -> tuple[Any, bool]:
+        """Run, and return also whether anything was expanded to `count` examples; with a count of 0 nothing is."""
+        self.calls, expanded = [], []
 
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) and output else output
             if not isinstance(first, Tensor) or not first.requires_grad or not first.dim():
                 return None
-            shared = count > 0 and self._is_shared(module, args, first, count)
+            shared = count > 0 and self._is_shared(module, args, count)
             if shared:
                 first = first.expand(count, *(first.shape[1:] if len(first) == 1 else first.shape))
-                spread.append(True)
+                expanded.append(True)
             row = first.detach().reshape(-1, first.shape[-1])[:1].clone()
             self.calls.append(Call(module, args, kwargs, first.shape, row, get_gradient_edge(first)))
             return first if shared else None
 
-        watched = {**self.owned, **{m: None for found in self.around.values() for m in found}}
-        with _hooks(watched, note):
-            return run(), bool(spread)
+        with ExitStack() as stack:
+            for module in {m: None for found in (self.owned, *self.around.values()) for m in found}:
+                stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+            return run(), bool(expanded)
 
-    def _is_shared(self, module: nn.Module, args: tuple[Any, ...], output: Tensor, count: int) -> bool:
+    def _is_shared(self, module: nn.Module, args: tuple[Any, ...], count: int) -> bool:
         """Return whether an output has no dimension for the examples."""
         if module in self._tokens:
             return True
         ids = args[0] if args and isinstance(module, nn.Embedding) else None
-        return (
-            isinstance(ids, Tensor) and ids.dim() in (1, 2) and len(ids) != count and (ids.dim() == 1 or len(ids) == 1)
-        )
+        return isinstance(ids, Tensor) and len(ids) != count and (ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1))
 
 
-@contextmanager
-def _hooks(modules: Mapping[nn.Module, Any], note: Callable[..., Any]) -> Iterator[None]:
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _same(run: Callable[[], Any], found: Any) -> bool:
+    """Return whether a run without expanded outputs gives the same."""
+    with torch.no_grad():
+        plain, ours = logits_of(run()).float(), logits_of(found).float()
+    return plain.shape == ours.shape and torch.allclose(plain, ours, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:

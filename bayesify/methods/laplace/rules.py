@@ -16,13 +16,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from bayesify.core.prior import state_dtype
 from bayesify.methods.laplace.recorder import Call, NoRuleError
 
-BLOCK = 1 << 19
-"""Elements of per-example gradients that are worked on at a time: about what a cache holds."""
-ROWS = 1 << 24  # elements of unfolded patches at a time
+BLOCK = 1 << 19  # elements of per-example gradients at a time: about what a cache holds
 
-Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BatchNorm)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Part:
@@ -55,7 +51,7 @@ def chunks(batch: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Product(Part):
-    """g_n = sum_r left[n, r] right[n, r]^T: the gradients of a matrix, one row for every place it is applied to."""
+    """g_n = sum_r left[n, r] right[n, r]^T: the gradients of a matrix that is applied to several rows per example."""
 
     def __init__(self, left: Tensor, right: Tensor, shape: torch.Size) -> None:
         self.left, self.right, self.shape, self.batch = left, right, shape, len(left)
@@ -77,13 +73,10 @@ class Product(Part):
             for start, stop in chunks(self.batch, flat.numel()):
                 flat += (left[start:stop].mT @ right[start:stop]).square_().sum(0)
             return
-        # One matrix at a time, in bands that stay in the cache for all the examples.
-        rows = max(1, BLOCK // flat.shape[1])
-        scratch = torch.empty_like(flat[:rows])
-        for band, columns in zip(torch.split(flat, rows), torch.split(left.mT, rows, 1), strict=True):
-            for a, b in zip(columns, right, strict=True):
-                grad = torch.mm(a, b, out=scratch[: len(band)])
-                band.addcmul_(grad, grad)
+        scratch = torch.empty_like(flat)
+        for a, b in zip(left.mT, right, strict=True):
+            grad = torch.mm(a, b, out=scratch)
+            flat.addcmul_(grad, grad)
 
 
 class Convolved(Part):
@@ -126,13 +119,18 @@ class Looked(Part):
         squares.index_add_(0, rows, sums.square_())
 
 
-# -- where the examples are ---------------------------------------------------------------------------------------
+# -- the rules ----------------------------------------------------------------------------------------------------
+
+Split = Callable[[Tensor], Tensor]
+Rule = Callable[[Call, Tensor, Split], dict[str, Part]]
+"""A function of a call, the gradients d that arrive at its output, (examples, rows of each, ...), and what splits other
+tensors in the same way; it returns the gradients of the call's parameters by attribute."""
 
 
 def example_dim(shape: torch.Size, count: int) -> int:
-    """Return where the examples must be if they can be told apart: dimension 0 (perhaps several rows each) or 1.
+    """Return which dimension the examples must be in: 0 (perhaps several rows each) or 1.
 
-    It is a guess by the shape, which the sums of a `Part` prove or disprove.
+    This is a guess by the shape, which the sums of a `Part` prove or disprove.
     """
     if shape and shape[0] != count and len(shape) > 1 and shape[1] == count:
         return 1
@@ -141,36 +139,8 @@ def example_dim(shape: torch.Size, count: int) -> int:
     return 0
 
 
-def examples_first(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """Return a view (examples, rows of each, ...)."""
-    if tensor.dim() <= dim or tensor.shape[dim] % count:
-        raise NoRuleError
-    return torch.unflatten(tensor.movedim(dim, 0), 0, (count, -1))
-
-
-# -- the rules ----------------------------------------------------------------------------------------------------
-
-
-def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Return whether a module computes what one of torch's layers does: a subclass may do more in its forward."""
-    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
-
-
-def has_rule(call: Call, role: str) -> bool:
-    """Return whether a parameter's gradients may follow from a call: of a layer known here, or of a linear map."""
-    module: Any = call.module
-    if isinstance(module, ParametrizationList):
-        return role == ""
-    if _is(module, nn.Embedding, *Convolution, nn.PReLU, *NORMS):
-        return role in ("weight", "bias")
-    try:
-        return role in ("weight", "bias") and is_turned(call) is not None
-    except NoRuleError:
-        return False
-
-
 def parts_of(call: Call, grad: Tensor, count: int) -> dict[str, Part]:
-    """Return the gradients of a call's weight and bias.
+    """Return the gradients of a call's parameters by attribute.
 
     Args:
         call: The call.
@@ -178,72 +148,72 @@ def parts_of(call: Call, grad: Tensor, count: int) -> dict[str, Part]:
         count: How many examples there are.
 
     Raises:
-        NoRuleError: There is no rule, or the examples cannot be told apart by the shapes.
+        NoRuleError: There is no rule, or the shapes do not tell the examples apart.
     """
-    module: Any = call.module
-    if isinstance(module, ParametrizationList):
-        return {"": Part(grad.unsqueeze(1))}  # a token (1, ...), spread over the examples
     dim = example_dim(grad.shape, count)
-    grad = grad.to(state_dtype(grad))
-    d = examples_first(grad, count, dim)
-    if isinstance(module, nn.Embedding):
-        ids = call.inputs
-        shared = ids.numel() * d.shape[-1] != d.numel()  # positions, say, which the recorder spread over the examples
-        rows = ids.expand(count, *d.shape[2:-1]) if shared else examples_first(ids, count, dim)
-        return {"weight": _looked(module, rows.reshape(count, -1), d.reshape(count, -1, d.shape[-1]))}
-    x = call.inputs.to(grad.dtype)
-    if isinstance(module, Convolution):
-        return _convolved(module, call, x, d)
-    if isinstance(module, nn.PReLU):
-        slopes = examples_first(x.clamp(max=0), count, dim) * d
-        return {"weight": Part(_per_channel(slopes) if len(module.weight) > 1 else slopes.flatten(1).sum(1, True))}
-    if (normal := normalized(module, x)) is not None:
-        per_channel = isinstance(module, (*BatchNorm, nn.GroupNorm))
-        shape = tuple(module.weight.shape)
-        both = {"weight": examples_first(normal, count, dim) * d, "bias": d}
-        return {k: Part(_per_channel(v) if per_channel else _sum_to(v, shape)) for k, v in both.items()}
-    inputs_first = is_turned(call)
-    left, right = (t.reshape(count, -1, t.shape[-1]) for t in (d, examples_first(x, count, dim)))
-    if left.shape[1] != right.shape[1]:
-        raise NoRuleError
-    shape = module.weight.shape
-    weight = Product(right, left, shape) if inputs_first else Product(left, right, shape)
-    return {"weight": weight, "bias": Part(left.sum(1))}
+
+    def split(tensor: Tensor) -> Tensor:
+        if tensor.dim() <= dim or tensor.shape[dim] % count:
+            raise NoRuleError
+        return torch.unflatten(tensor.movedim(dim, 0), 0, (count, -1))
+
+    return rule_of(call)(call, split(grad.to(state_dtype(grad))), split)
 
 
-def normalized(module: Any, x: Tensor) -> Tensor | None:
-    """Return what a normalization multiplies by its weight; None where the module is no normalization."""
-    if isinstance(module, nn.LayerNorm):
-        return F.layer_norm(x, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.RMSNorm):
-        return F.rms_norm(x, module.normalized_shape, eps=module.eps)
-    if isinstance(module, nn.GroupNorm):
-        return F.group_norm(x, module.num_groups, eps=module.eps)
-    if isinstance(module, BatchNorm):
-        mean, variance = module.running_mean, module.running_var
-        if module.training or mean is None or variance is None:
-            raise NoRuleError  # the examples see each other
-        return F.batch_norm(x, mean.to(x.dtype), variance.to(x.dtype), eps=module.eps)
-    return None
+def has_rule(call: Call, role: str) -> bool:
+    """Return whether a rule gives the gradients of a parameter, the attribute `role` of a call's module."""
+    try:
+        return role in ("weight", "bias", "") and rule_of(call) is not None
+    except NoRuleError:
+        return False
 
 
-def _sum_to(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sum (examples, rows, ..., *shape) over all but the examples and the parameter's shape."""
-    return values.reshape(len(values), -1, *shape).sum(1)
+def rule_of(call: Call) -> Rule:
+    """Return the rule of a call's layer."""
+    rule = next((rule for kind, rule in RULES.items() if _is(call.module, kind)), None)
+    if rule is None:
+        is_turned(call)
+        return _linear
+    return rule
 
 
-def _per_channel(values: Tensor) -> Tensor:
-    """Sum (examples, rows, channels, ...) over all but the examples and the channels."""
-    return values.movedim(2, -1).flatten(1, -2).sum(1)
+def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Return whether a module computes what one of torch's layers does: a subclass may do more in its forward."""
+    return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
-def _looked(module: nn.Embedding, rows: Tensor, d: Tensor) -> Looked:
+def _token(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+    """Rule for a parameter of shape (1, ...) that the recorder expanded over the examples."""
+    return {"": Part(d)}
+
+
+def _embedding(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
     """Rule for an embedding; the padding row has no gradient."""
+    module: Any = call.module
     if module.scale_grad_by_freq or module.max_norm is not None:
         raise NoRuleError
+    shared = call.inputs.numel() * d.shape[-1] != d.numel()  # positions, say, which the recorder expanded
+    rows = call.inputs.expand(len(d), *d.shape[2:-1]) if shared else split(call.inputs)
+    rows, d = rows.reshape(len(d), -1), d.reshape(len(d), -1, d.shape[-1])
     if module.padding_idx is not None:
         d = d * (rows != module.padding_idx).unsqueeze(-1)
-    return Looked(rows, d, module.weight.shape)
+    return {"weight": Looked(rows, d, module.weight.shape)}
+
+
+def _convolution(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+    """Rule for a convolution; a 1 x 1 convolution is a linear map at every place."""
+    module: Any = call.module
+    if len(call.shape) != len(module.kernel_size) + 2 or call.kwargs or len(call.args) > 1:
+        raise NoRuleError
+    weight = module.weight.detach()
+    x, padding = _padded(module, call.inputs.to(d.dtype))
+    x, bias = split(x), Part(_sum_to(d.movedim(2, -1), d.shape[2:3]))
+    plain = weight[0, 0].numel() == 1 and module.groups == 1 and not module.transposed and not any(padding)
+    if plain and all(s == 1 for s in module.stride):
+        left, right = (t.movedim(2, -1).flatten(1, -2) for t in (d, x))
+        return {"weight": Product(left, right, weight.shape), "bias": bias}
+    setting = (module.stride, padding, module.dilation, module.transposed, module.output_padding, module.groups)
+    return {"weight": Convolved(x, d, weight.to(d.dtype), setting), "bias": bias}
 
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, Any]:
@@ -254,20 +224,54 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, Any]:
     return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * len(module.kernel_size)
 
 
-def _convolved(module: Any, call: Call, x: Tensor, d: Tensor) -> dict[str, Part]:
-    """Rule for a convolution; a 1 x 1 convolution is a linear map at every place."""
-    if len(call.shape) != len(module.kernel_size) + 2 or call.kwargs or len(call.args) > 1:
+def _batch_norm(module: Any, x: Tensor) -> Tensor:
+    mean, variance = module.running_mean, module.running_var
+    if module.training or mean is None or variance is None:
+        raise NoRuleError  # the examples see each other
+    return F.batch_norm(x, mean.to(x.dtype), variance.to(x.dtype), eps=module.eps)
+
+
+SCALED: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
+    nn.LayerNorm: lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.eps),
+    nn.RMSNorm: lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps),
+    nn.GroupNorm: lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
+    nn.PReLU: lambda m, x: x.clamp(max=0),
+}
+"""What a layer multiplies by its weight, element by element."""
+
+
+def _scaling(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+    """Rule for a normalization or PReLU."""
+    module: Any = call.module
+    scaled = next(f for kind, f in SCALED.items() if isinstance(module, kind))(module, call.inputs.to(d.dtype))
+    both = {"weight": split(scaled) * d, "bias": d}
+    if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):  # the weight is per channel
+        both = {role: values.movedim(2, -1) for role, values in both.items()}
+    return {role: Part(_sum_to(values, module.weight.shape)) for role, values in both.items()}
+
+
+def _sum_to(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sum (examples, rows, ..., *shape) over all but the examples and the parameter's shape."""
+    return values.reshape(len(values), -1, *shape).sum(1)
+
+
+def _linear(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+    """Rule for a linear map."""
+    x = split(call.inputs.to(d.dtype))
+    left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (d, x))
+    if left.shape[1] != right.shape[1]:
         raise NoRuleError
-    weight = module.weight.detach()
-    x, padding = _padded(module, x)
-    bias = Part(_per_channel(d))
-    x = examples_first(x, len(d), 0)
-    plain = weight[0, 0].numel() == 1 and module.groups == 1 and not module.transposed and not any(padding)
-    if plain and all(s == 1 for s in module.stride):
-        left, right = (t.movedim(2, -1).flatten(1, -2) for t in (d, x))
-        return {"weight": Product(left, right, weight.shape), "bias": bias}
-    setting = (module.stride, padding, module.dilation, module.transposed, module.output_padding, module.groups)
-    return {"weight": Convolved(x, d, weight.to(d.dtype), setting), "bias": bias}
+    weight = (right, left) if is_turned(call) else (left, right)
+    return {"weight": Product(*weight, call.module.weight.shape), "bias": Part(left.sum(1))}  # type: ignore[arg-type]
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    ParametrizationList: _token,
+    nn.Embedding: _embedding,
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    **dict.fromkeys(SCALED, _scaling),
+}
 
 
 def is_turned(call: Call) -> bool:
@@ -292,12 +296,11 @@ def is_turned(call: Call) -> bool:
 
 
 class Rows(NamedTuple):
-    """One call of a linear map or convolution as rows: its inputs in pieces, and how to read a gradient as rows."""
+    """One call of a linear map or convolution as rows."""
 
-    inputs: Callable[[], Iterator[Tensor]]
-    number: int
-    read: Callable[[Tensor], Tensor]
-    inputs_first: bool
+    inputs: Callable[[], Tensor]  # (rows, in), made when they are needed
+    read: Callable[[Tensor], Tensor]  # reads the gradient that arrives as (rows, out)
+    inputs_first: bool  # whether the weight is of (in, out)
 
 
 def rows_of(call: Call) -> Rows:
@@ -307,24 +310,21 @@ def rows_of(call: Call) -> Rows:
         NoRuleError: It is neither a linear map nor a plain convolution.
     """
     module: Any = call.module
-    x = call.inputs
-    if not _is(module, *Convolution):
-        if isinstance(module, (nn.Embedding, nn.PReLU, *NORMS)):
-            raise NoRuleError
-        inputs_first, flat = is_turned(call), x.reshape(-1, x.shape[-1])
-        return Rows(lambda: iter([flat]), len(flat), lambda d: d.reshape(-1, d.shape[-1]), inputs_first)
-    places = len(module.kernel_size)
-    if module.groups != 1 or module.transposed or places > 2 or len(call.shape) != places + 2:
+    if rule_of(call) is _linear:
+        return Rows(
+            lambda: call.inputs.reshape(-1, call.inputs.shape[-1]),
+            lambda d: d.reshape(-1, d.shape[-1]),
+            is_turned(call),
+        )
+    places = len(module.kernel_size) if _is(module, nn.Conv1d, nn.Conv2d) else 0
+    if not places or module.groups != 1 or len(call.shape) != places + 2:
         raise NoRuleError
-    x, padding = _padded(module, x)
-    setting = [tuple(v) for v in (module.kernel_size, module.dilation, padding, module.stride)]
-    if places == 1:  # a row of one pixel's height
-        x, setting = x.unsqueeze(2), [(first, *v) for first, v in zip((1, 1, 0, 1), setting, strict=True)]
 
-    def patches() -> Iterator[Tensor]:
-        step = max(1, ROWS // max(1, x[0].numel() * setting[0][0] * setting[0][1]))
-        for piece in torch.split(x, step):
-            yield F.unfold(piece, *setting).mT.flatten(0, 1)
+    def patches() -> Tensor:
+        x, padding = _padded(module, call.inputs)
+        setting = [tuple(v) for v in (module.kernel_size, module.dilation, padding, module.stride)]
+        if places == 1:  # a row of one pixel's height
+            x, setting = x.unsqueeze(2), [(first, *v) for first, v in zip((1, 1, 0, 1), setting, strict=True)]
+        return F.unfold(x, *setting).mT.flatten(0, 1)
 
-    number = call.shape.numel() // call.shape[1]
-    return Rows(patches, number, lambda d: d.flatten(2).mT.flatten(0, 1), False)
+    return Rows(patches, lambda d: d.flatten(2).mT.flatten(0, 1), False)

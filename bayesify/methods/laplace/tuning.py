@@ -1,82 +1,132 @@
 """Choose the prior's scale after training: by evidence, by validation, or by the model's own predictions.
 
-The curvature is at hand, so that a candidate costs a pass over it, and no training. All prior scales are multiplied by
-one common factor. Where the prediction is a closed form, the last layer's inputs are computed once for all candidates.
+All prior scales are multiplied by one common factor. A candidate needs no training, and where the prediction is a
+closed form, the last layer's inputs are computed once for all candidates.
 """
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from tqdm.auto import tqdm
 
 from bayesify.core import ranks
-from bayesify.core.prior import TOLERANCE
+from bayesify.core.distributed import part_of
+from bayesify.core.prior import TOLERANCE, deviation
 from bayesify.core.scopes import scopes_of
-from bayesify.methods.laplace.closed_form import LastLayer
-from bayesify.methods.laplace.evidence import (
-    CLOSED,
-    SAMPLED,
-    Fitted,
-    by_evidence,
-    check_evidence,
-    least,
-    spread_all,
-    typical_sig,
-)
-from bayesify.prediction.batches import as_batches, is_one_batch, split_batch
+from bayesify.methods.laplace.evidence import Fitted, log_evidence, spread_all, typical_sig
+from bayesify.methods.laplace.method import LastLayer
+from bayesify.prediction.batches import as_batches, is_one_batch, split_batch, values_like
 from bayesify.prediction.last_layer import NotLastError, passed
 from bayesify.prediction.likelihoods import Classification, Given, Likelihood, Regression
 from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import join_labels
 from bayesify.prediction.view import evaluation
+from bayesify.quality.regression import gaussian_nll
+from bayesify.quality.temperature import golden_section
 
 logger = logging.getLogger("bayesify")
 
-CHOICES = ("marglik", "self")
-VALIDATION_RANGE = (-4.0, 1.0)  # for sampled predictions
-CLOSED_RANGE = (-2.0, 2.5)  # 1/prior_sig^2 from 1e4 to 1e-5
+# Of searches, in powers of ten: where they look, and a grid's step with the width at which golden sections end.
+EVIDENCE_RANGE, SAMPLED_RANGE, CLOSED_RANGE, BOUND_RANGE = (-6.0, 3.0), (-4.0, 1.0), (-2.0, 2.5), (-4.0, 0.0)
+SAMPLED, CLOSED = (1.0, 0.5), (0.5, 0.02)
+NOTHING = 1e-7  # nats: where a loss is flat, it is the grid's least
+HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
 SAMPLES = (5, 10)  # fewer say more about themselves than about the prior; more cost more than they say
-VALIDATION_EXAMPLES = 2048  # on which sampled predictions are compared
 DOSE = 0.1  # nats that tune="self" may cost on the model's own predictions
-SELF_EXAMPLES = 2048  # training inputs that it looks at
-BOUND_EXAMPLES = 256  # training inputs on which an untuned spread must do no harm: at most these,
-BOUND_LEAST, BOUND_SHARE = 8, 32  # at least so many, and else one of so many: five scales cost less than a forward pass
-BOUND_RANGE, BOUND_STEP = (-4.0, 0.0), 0.25  # powers of ten of its factor
+EXAMPLES = 2048  # at most, of validation data for sampled predictions, and of training inputs for tune="self"
+# An untuned spread is bounded on this many training inputs at most, this many at least, and else one of so many: five
+# scales then cost less than a forward pass over the data.
+BOUND_EXAMPLES, BOUND_LEAST, BOUND_SHARE = 256, 8, 32
 NO_LABELS = "tune= needs data with labels, got inputs alone; pass batches of (inputs, labels), or tune='self'"
+CHOICES = {"marglik": "evidence", "self": "itself", "wide": "evidence"}
 
 
 def choose(
-    tune: Any, fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, first: Any, *, progress: bool
-) -> tuple[float, str]:
-    """Return the factor of prior_sig, and a word for how it was chosen.
+    tune: Any, fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any], progress: bool
+) -> float:
+    """Return the factor of prior_sig by `fit_laplace`'s `tune`; posteriors are changed on the way.
 
-    Args:
-        tune: As in `fit_laplace`.
-        fitted: The parameters, whose posteriors are changed on the way.
-        model: The model.
-        likelihood: The loss.
-        first: Batches of training inputs.
-        progress: Whether to show a progress bar.
+    `data` are batches of training inputs.
     """
+    if any(scope.sharded for scope in scopes_of(model)):
+        data = data[: min(ranks.gathered(len(data)))]  # their forwards wait for each other
     if tune is None:
-        return bounded(fitted, model, likelihood, first), ""
+        return bounded(fitted, model, likelihood, data)
     if tune == "marglik":
-        check_evidence(fitted, model, likelihood)
-        return by_evidence(fitted), "evidence"
+        return by_evidence(fitted, model, likelihood)
     if tune == "self":
-        return by_itself(fitted, model, first), "itself"
-    return by_validation(fitted, model, tune, likelihood, progress=progress), "validation"
+        return by_itself(fitted, model, data)
+    return by_validation(fitted, model, tune, likelihood, progress)
+
+
+def least(loss: Callable[[float], float], ends: tuple[float, float], fine: tuple[float, float]) -> float:
+    """Return where a loss is least: on a grid from the low end until it is hopeless, then by golden sections."""
+    (low, high), (step, width) = ends, fine
+    tried: dict[float, float] = {}
+    for i in range(round((high - low) / step) + 1):
+        tried[low + i * step] = loss(low + i * step)
+        if not tried[low + i * step] <= min(tried.values()) + HOPELESS:
+            break
+    best = min(tried, key=lambda power: tried[power])
+    finer = golden_section(loss, max(low, best - step), min(high, best + step), width)
+    better = min(finer, key=lambda power: finer[power])
+    return better if finer[better] < tried[best] - NOTHING else best
+
+
+def largest(cost: Callable[[float], float], limit: float, ends: tuple[float, float], width: float) -> float:
+    """Return the largest power whose cost, which grows with it, is within a limit; the low end where none is."""
+    low, high = ends
+    if cost(high) <= limit:
+        return high
+    while high - low > width:
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(middle) <= limit else (low, middle)
+    return low
+
+
+# -- evidence -----------------------------------------------------------------------------------------------------
+
+
+def by_evidence(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood) -> float:
+    """Return the factor of prior_sig with the largest evidence (MacKay 1992).
+
+    Raises:
+        ValueError: The evidence says nothing about the prior, or nothing about what samples do.
+    """
+    own = [part_of(one.posterior) for one in fitted if one.h is not None and not one.posterior.flat]
+    if not any(bool(deviation(p.original.detach(), p).any()) for p in own):
+        raise ValueError(
+            "tune='marglik' weighs how far the weights are from the prior mean, and here they are the prior mean: the "
+            "evidence would take the smallest scale; pass bayesify(..., prior_mean='zero') or the pretrained weights "
+            "that training started from, or give validation batches"
+        )
+    spread_all(fitted, 1.0)
+    closed = all(scope.method.closed_form(scope) is not None for scope in scopes_of(model))
+    if not closed and not isinstance(likelihood, Regression):
+        raise ValueError(
+            "tune='marglik' is for regression and for a last layer (include=): the evidence is about the linear model, "
+            "and sampled predictions of all weights can be far worse at its scale; give validation batches"
+        )
+    base = typical_sig(fitted)
+    weights = max(1, sum(one.posterior.shape.numel() for one in fitted if one.h is not None))
+    best = least(lambda power: -log_evidence(fitted, 10**power / base) / weights, EVIDENCE_RANGE, CLOSED)
+    if min(best - EVIDENCE_RANGE[0], EVIDENCE_RANGE[1] - best) < CLOSED[1]:
+        logger.warning("the evidence grows up to the end of the range, prior_sig %.3g: is the model trained?", 10**best)
+    logger.info("prior_sig %.4g has the largest evidence (was %.4g)", 10**best, base)
+    return 10**best / base
 
 
 # -- validation ---------------------------------------------------------------------------------------------------
 
 
 def by_validation(
-    fitted: Sequence[Fitted], model: nn.Module, data: Any, likelihood: Likelihood, *, progress: bool = False
+    fitted: Sequence[Fitted], model: nn.Module, data: Any, likelihood: Likelihood, progress: bool
 ) -> float:
     """Return the factor of prior_sig with the lowest NLL of the prediction on validation data.
 
@@ -84,23 +134,19 @@ def by_validation(
     """
     base = typical_sig(fitted)
     data = list(data) if isinstance(data, Iterator) else data  # every scale reads it again
-    closed = isinstance(likelihood, (Classification, Regression))
-    cached = Cached.of(model, fitted, data) if closed else None
-    ends, fine = (VALIDATION_RANGE, SAMPLED) if cached is None else (CLOSED_RANGE, CLOSED)
-    data = _first_batches(data, VALIDATION_EXAMPLES) if cached is None else data
-    tried: dict[float, float] = {}
-    bar = tqdm(desc="tune", unit="scale", disable=not progress)
+    cached = Cached.of(model, fitted, data) if isinstance(likelihood, (Classification, Regression)) else None
+    ends, fine = (SAMPLED_RANGE, SAMPLED) if cached is None else (CLOSED_RANGE, CLOSED)
+    data = first_examples(data, EXAMPLES) if cached is None else data
+    with tqdm(desc="tune", unit="scale", disable=not progress) as bar:
 
-    def loss(power: float) -> float:
-        if power not in tried:
+        def loss(power: float) -> float:
             spread_all(fitted, 10**power / base)
             found = validation_nll(model, data, likelihood) if cached is None else cached.nll(likelihood)
-            tried[power] = _over_ranks(*found)
+            mean = _over_ranks(*found)
             bar.update()
-            logger.info("prior_sig %.3g: validation NLL %.4f", 10**power, tried[power])
-        return tried[power]
+            logger.info("prior_sig %.3g: validation NLL %.4f", 10**power, mean)
+            return mean
 
-    with bar:
         best = least(loss, ends, fine)
     if best - ends[0] < fine[1]:
         logger.warning(
@@ -110,7 +156,7 @@ def by_validation(
         )
     if ends[1] - best < fine[1]:
         logger.warning("the validation NLL falls up to the end of the range, prior_sig %.3g", 10**best)
-    logger.info("prior_sig %.4g has the lowest validation NLL, %.4f (was %.4g)", 10**best, tried[best], base)
+    logger.info("prior_sig %.4g has the lowest validation NLL (was %.4g)", 10**best, base)
     return 10**best / base
 
 
@@ -138,31 +184,10 @@ def _samples(model: nn.Module) -> int:
     return min(max(SAMPLES[0], *(scope.method.nst for scope in scopes_of(model))), SAMPLES[1])
 
 
-def _first_batches(data: Any, most: int) -> Any:
-    """Return the first batches, with `most` examples or all of them."""
-    if is_one_batch(data):
-        return data
-    kept, count = [], 0
-    for batch in data:
-        kept.append(batch)
-        count += _size(batch)
-        if count >= most:
-            break
-    return kept
-
-
-def _size(batch: Any) -> int:
-    """Return the number of labels, or rows of the first tensor."""
-    inputs, labels = split_batch(batch)
-    inputs = next(iter(inputs.values()), ()) if isinstance(inputs, Mapping) else inputs
-    return len(next((v for v in (labels, inputs) if isinstance(v, Tensor) and v.dim()), ()))
-
-
 def _over_ranks(total: float, count: int) -> float:
     """Return the mean loss over the data of all processes."""
     found = ranks.gathered((total, count))
-    every, number = sum(t for t, _ in found), sum(n for _, n in found)
-    return float(every / number)
+    return float(sum(t for t, _ in found) / sum(n for _, n in found))
 
 
 class Cached(NamedTuple):
@@ -204,8 +229,8 @@ class Cached(NamedTuple):
         if isinstance(likelihood, Regression):
             mean = found.mean.cpu().double()
             variance = found.variance().cpu().double() + likelihood.variances(mean)
-            squares = 2 * Regression(1.0).item_losses(mean, self.labels.double()) - math.log(2 * math.pi)
-            return float((squares / variance + (2 * math.pi * variance).log()).sum() / 2), len(mean)
+            targets = values_like(mean, self.labels.double())
+            return gaussian_nll(mean, variance.sqrt(), targets) * mean.numel(), len(mean)
         return float(likelihood.item_losses(found.log_probs(), self.labels).sum()), len(found.mean)
 
 
@@ -216,7 +241,7 @@ def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -
     """Return the largest factor of prior_sig that costs no more than `DOSE`.
 
     The cost is the rise of the NLL of the classes that the trained model itself predicts for training inputs; no label
-    is needed. It grows with the scale, so that the largest is found by bisection.
+    is needed.
     """
     cached = Cached.of(model, fitted, data)
     if cached is None:
@@ -232,83 +257,59 @@ def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -
         spread_all(fitted, 10**power / base)
         return _over_ranks(*own.nll(Classification())) - before
 
-    low, high = CLOSED_RANGE
-    if cost(low) > DOSE:
-        logger.warning("even prior_sig %.3g costs more than %g nats", 10**low, DOSE)
-        high = low
-    elif cost(high) <= DOSE:
-        low = high
-    while high - low > CLOSED[0] / 64:
-        middle = (low + high) / 2
-        low, high = (middle, high) if cost(middle) <= DOSE else (low, middle)
-    logger.info("prior_sig %.4g costs %.3g nats on the model's own predictions (was %.4g)", 10**low, cost(low), base)
-    return 10**low / base
-
-
-def trial(batches: Sequence[Any], count: int) -> list[Any]:
-    """Cut the first batches of a fit to the few examples that `bounded` looks at.
-
-    A search over five scales with five samples each then costs less than one forward pass over the `count` examples.
-    """
-    wanted, kept = min(BOUND_EXAMPLES, max(BOUND_LEAST, count // BOUND_SHARE)), []
-    for batch in batches:
-        size = _size(batch)
-        kept.append(_cut(batch, wanted, size) if size > wanted else batch)
-        wanted -= size
-        if wanted <= 0:
-            break
-    return kept
-
-
-def _cut(batch: Any, few: int, size: int) -> Any:
-    """Keep the first examples, where every tensor has a row for each; ragged batches stay whole."""
-    found: list[Tensor] = []
-
-    def rows(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            found.append(value)
-            return value[:few] if value.dim() and len(value) == size else value
-        if isinstance(value, Mapping):
-            return {k: rows(v) for k, v in value.items()}
-        return type(value)(rows(v) for v in value) if type(value) in (tuple, list) else value
-
-    cut = rows(batch)
-    return cut if all(t.dim() and len(t) == size for t in found) else batch
+    best = largest(cost, DOSE, CLOSED_RANGE, CLOSED[0] / 64)
+    logger.info("prior_sig %.4g costs %.3g nats on the model's own predictions (was %.4g)", 10**best, DOSE, base)
+    return 10**best / base
 
 
 def bounded(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any]) -> float:
     """Return the largest factor of prior_sig, at most 1, with which samples cost no more than `TOLERANCE` nats.
 
-    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on a few training inputs
-    (`trial`), with the same noise at every scale, which is bisected. A network that fits its training data exactly has
-    little curvature there, and then the spread is the prior's. One whose priors were given as numbers, whose prediction
-    is a closed form, or which is no classifier, is left as it is.
+    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on a few training inputs,
+    with the same noise at every scale. A network that fits its training data exactly has little curvature there, and
+    then the spread is the prior's. One whose priors were given as numbers, whose prediction is a closed form, or which
+    is no classifier, is left as it is.
     """
     if not data or not isinstance(likelihood, Classification):
         return 1.0
     if not all(f.posterior.relative for f in fitted if f.h is not None) or Cached.of(model, fitted, data[:1]):
         return 1.0
 
-    def log_probs(samples: int) -> Tensor:
-        """Return the prediction for every item; batches may be of sequences of different lengths."""
-        found = [
-            predict(model, [batch], samples=samples, seed=0, task="classification", keep_samples=False).log_probs
-            for batch in data
-        ]
-        return torch.cat([one.flatten(0, -2) for one in found])
+    def log_probs(samples: int) -> Tensor:  # of every item; batches may be of sequences of different lengths
+        how: Any = {"samples": samples, "seed": 0, "task": "classification", "keep_samples": False}
+        return torch.cat([predict(model, [batch], **how).log_probs.flatten(0, -2) for batch in data])
 
     samples, log_p = _samples(model), log_probs(0)
 
-    def harmless(step: int) -> bool:
-        spread_all(fitted, 10 ** (step * BOUND_STEP))
+    def cost(power: float) -> float:
+        spread_all(fitted, 10**power)
         value = (log_p.exp() * (log_p - log_probs(samples))).sum(-1)
-        return _over_ranks(float(value.sum()), len(value)) <= TOLERANCE
+        return _over_ranks(float(value.sum()), len(value))
 
-    low, high = round(BOUND_RANGE[0] / BOUND_STEP), 0
-    if harmless(high):
-        return 1.0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if harmless(middle) else (low, middle)
-    logger.info("prior scales times %.3g: samples cost %g nats on training inputs", 10 ** (low * BOUND_STEP), TOLERANCE)
-    return float(10 ** (low * BOUND_STEP))
+    best = largest(cost, TOLERANCE, BOUND_RANGE, 0.25)
+    logger.info("prior scales times %.3g: samples cost %g nats on training inputs", 10**best, TOLERANCE)
+    return float(10**best)
+
+
+def looked_at(tune: Any, examples: int | None = None) -> int:
+    """Return how many training inputs a choice looks at, of so many examples; at most, where None."""
+    if tune == "self":
+        return EXAMPLES
+    few = BOUND_EXAMPLES if examples is None else min(BOUND_EXAMPLES, max(BOUND_LEAST, examples // BOUND_SHARE))
+    return few if tune is None else 0
+
+
+def first_examples(data: Any, most: int) -> list[Any]:
+    """Return the first batches, cut to `most` examples; ragged batches stay whole."""
+    kept: list[Any] = []
+    for batch in [data] if is_one_batch(data) else data:
+        if most <= 0:
+            break
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        tensors = [leaf for leaf in tree_leaves(split_batch(batch)[::-1]) if isinstance(leaf, Tensor)]
+        size = next((len(t) for t in tensors if t.dim()), 0)
+        if size > most and all(t.dim() and len(t) == size for t in tensors):
+            batch = tree_map_only(Tensor, operator.itemgetter(slice(most)), batch)
+        kept.append(batch)
+        most -= size
+    return kept
