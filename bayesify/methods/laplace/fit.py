@@ -24,6 +24,7 @@ from bayesify.methods.laplace.method import KRON, Kron, Laplace, LaplacePosterio
 from bayesify.methods.laplace.tuning import CHOICES, choose, first_examples, looked_at
 from bayesify.prediction import likelihoods
 from bayesify.prediction.batches import (
+    LabelPlaces,
     as_batches,
     call_model,
     device_of,
