@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -336,8 +337,7 @@ class Pass:
             self.likelihood.join(ranks.gathered)
         for totals in (curvature.squares, curvature.inputs, curvature.outputs):
             ranks.sum_over(totals, self.params)
-        counts = ranks.gathered(curvature.counts)
-        curvature.counts = {name: sum(own.get(name, 0) for own in counts) for name in curvature.layers}
+        curvature.counts = sum(ranks.gathered(curvature.counts), Counter())
         self.count = sum(ranks.gathered(self.count))
 
 

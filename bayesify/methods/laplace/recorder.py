@@ -105,7 +105,8 @@ class Recorder:
         if module in self._tokens:
             return True
         ids = args[0] if args and isinstance(module, nn.Embedding) else None
-        return isinstance(ids, Tensor) and len(ids) != count and (ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1))
+        one = isinstance(ids, Tensor) and ids.dim() in (1, 2) and ids.numel() == ids.shape[-1]
+        return one and len(ids) != count
 
 
 def _same(run: Callable[[], Any], found: Any) -> bool:
