@@ -105,8 +105,9 @@ class Recorder:
         if module in self._tokens:
             return True
         ids = args[0] if args and isinstance(module, nn.Embedding) else None
-        one = isinstance(ids, Tensor) and ids.dim() in (1, 2) and ids.numel() == ids.shape[-1]
-        return one and len(ids) != count
+        if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
+            return False
+        return ids.numel() == ids.shape[-1] and len(ids) != count
 
 
 def _same(run: Callable[[], Any], found: Any) -> bool:
