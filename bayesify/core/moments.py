@@ -7,11 +7,13 @@ before they are needed.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import Energy, Factor, following, quadratic_pull, quadratic_terms
+from bayesify.core.prior import Energy, Factor, following, quadratic_pull, quadratic_terms, state_dtype
 from bayesify.core.stored import CENTER, Kept
+from bayesify.engine.dispatch import run
 from bayesify.engine.writing import Formula
 
 
@@ -97,6 +99,26 @@ class CollectedPosterior(MomentsPosterior):
     def mean_theta(self, original: Tensor) -> Tensor:
         """Return the states' mean, or the parameter before there are any; the gradient passes to the parameter."""
         return original if self.average is None else following(self.average.to(original.dtype), original)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the parameter's present value to the moments (Welford's recurrence).
+
+        n <- n + 1; d = theta - average; average <- average + d/n; scatter <- scatter + (n-1)/n d^2.
+        """
+        theta = self.original.detach()
+        theta = theta.to(state_dtype(theta))
+        if self.count is None or self.average is None or self.scatter is None:
+            self.count = torch.ones((), dtype=torch.int64, device=theta.device)
+            self.average = theta.clone(memory_format=torch.contiguous_format)
+            self.scatter = torch.zeros_like(self.average)
+            return
+        moments = (self.average, self.scatter)
+        run(collected, None, (theta, *moments, *self.recurrence(int(self.count.add_(1)))), moments)
+
+    def recurrence(self, n: int) -> tuple[float, float, float]:
+        """Return the factors of the n-th value: of d, of the scatter so far and of d^2."""
+        return 1 / n, 1.0, (n - 1) / n
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless these tensors can be the state of this posterior, with all moments or none."""

@@ -5,7 +5,7 @@ follows from it: no parameter for the spread, no second gradient, no array of no
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,12 +20,11 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, host, scaled, squares, state_dtype
 from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
-from bayesify.core.scopes import check_num_data
 from bayesify.core.stored import Kept
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
 from bayesify.engine.writing import Formula
-from bayesify.methods.optimizers import MethodOptimizer, apart, posteriors_for
+from bayesify.methods.optimizers import MethodOptimizer, Owner, except_row
 from bayesify.methods.vi import MEMORY
 
 WARM = 10  # steps before the curvature moves, over which lr grows
@@ -38,7 +37,7 @@ class IVON(Tempered):
     Attributes:
         Ninflate: The data counts as if each item were there this many times; the posterior is that much narrower. None
             is 1, or by the number of weights where `prior_sig` is None.
-        init_sig: The spread before the first steps; None is min(1e-3, prior_sig/10), or START of the prior's scale
+        init_sig: The spread before the first steps; None is min(1e-3, prior_sig/10), or 0.3 % of the prior's scale
             where `prior_sig` is None.
         bias: "informative" treats biases as the weights.
         nst: Samples at prediction.
@@ -72,13 +71,9 @@ class IVONPosterior(Posterior):
     kept = Posterior.kept | {"h": Kept(least=0)}
     draws_on_shards = True  # one theta per optimizer step, on all processes
     results = ("strength",)
-    strength: float | None = None
-    """lambda, which the optimizer knows."""
+    strength: float | None = None  # lambda, which the optimizer knows
     h: Tensor | None
-
-    def __init__(self, param: Tensor, prior: Prior, *, fixed_row: int | None, init_sig: float) -> None:
-        super().__init__(param, prior, fixed_row=fixed_row)
-        self.init_sig = init_sig
+    init_sig: float
 
     @property
     def delta(self) -> float:
@@ -216,7 +211,7 @@ class IVONOptimizer(MethodOptimizer):
     The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. This
     needs thousands of steps: h^ is mostly noise, which only a small 1-b2 averages out. With b2 = None, for runs of any
     length, the curvature's profile comes from squared gradients, its scale r from the sum over all weights
-    (`bayesify.methods.vi`), and m moves as by SGD:
+    (as in `bayesify.methods.vi`), and m moves as by SGD:
 
     h <- h + 0.05 (r g^^2 - h),  r = (running mean of sum g^ eps s) / (running mean of sum (g^ s)^2);
     m <- m - lr (g/(1-b1^t) + (delta + p) (m - theta0)).
@@ -246,7 +241,7 @@ class IVONOptimizer(MethodOptimizer):
         torch.Size([8, 1])
     """
 
-    called, run_key = "IVON", "run"
+    called, method, kind, run_key = "IVON", "ivon", IVONPosterior, "run"
 
     def __init__(
         self,
@@ -257,21 +252,18 @@ class IVONOptimizer(MethodOptimizer):
         betas: tuple[float, float | None] = (0.9, None),
         like: str = "sgd",
     ) -> None:
-        check_num_data(num_data)
-        first, second = betas
-        if not 0 <= first < 1 or not (second is None or 0 <= second < 1):
+        first, self.second = betas
+        if not 0 <= first < 1 or not (self.second is None or 0 <= self.second < 1):
             raise ValueError(f"betas must be two numbers in [0, 1), the second one or None, got {betas!r}")
-        self._own = [(p, scope) for p, scope, _ in posteriors_for("IVON", model, IVONPosterior, "ivon")]
-        super().__init__(model, lr, {"beta": first}, like)
-        self.second = second
-        for posterior, scope in self._own:
+        super().__init__(model, lr, num_data, {"beta": first}, like)
+        for posterior, scope, _ in self._owners:
             with torch.no_grad(), on_shard(posterior) as own:
                 own.begin(1 / scope.method.scale(num_data))
-        self.run = {"seed": shared_seed(), "step": 0, "cost": 0.0, "power": 0.0}
+        self.run = {"seed": shared_seed(), "step": 0, "observed": torch.zeros(2)}
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the models which theta the next step is taken at."""
+        """Tell the models which theta the gradients of the next step are taken at."""
         for i, scope in enumerate(self._scopes):
             scope.step_draw = Draw((noises.mix(self.run["seed"], i) + self.run["step"]) % 2**63)
 
@@ -282,108 +274,86 @@ class IVONOptimizer(MethodOptimizer):
 
     def advance(self) -> None:
         """Move the posterior by one step."""
-        run: dict[str, Any] = {**self.run, "step": self.run["step"] + 1}
-        own = {id(p.original): (p, scope) for p, scope in self._own}
+        run = {**self.run, "step": self.run["step"] + 1}
+        warm, rate = 1.0, 0.0
+        ratio: Factor = 0.0
         if self.second is None:
-            self._look(run)
+            run["observed"] = self._observed()
+            cost, power = run["observed"]
+            ratio = host(torch.where(power > 0, cost.clamp(min=0) / power, 0.0))
+            # SGD's momentum begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
+            warm, rate = min(1.0, run["step"] / WARM), MEMORY if run["step"] > WARM else 0.0
         pulls = {id(scope): self._pull(scope) for scope in self._scopes}
-        # Momentum of SGD begins as slowly; a whole step by the first gradient may leave a pretrained model for good.
-        warm = min(1.0, run["step"] / WARM) if self.second is None else 1.0
-        profile = MEMORY if self.second is None and run["step"] > WARM else 0.0, host(_ratio(run))
-        jobs, ends = [], []
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    posterior, scope = own.get(id(param), (None, None))
-                    lr = self.rate(param, group["lr"]) * warm
-                    numbers = (1 - group["beta"], lr, 1 - group["beta"] ** run["step"])
-                    pull = pulls[id(scope)] if posterior is not None and posterior.relative else 0.0
-                    job, its_ends = self._job(param, posterior, scope, numbers, pull, profile)
-                    jobs.append(job)
-                    ends += its_ends
+        jobs = []
+        for param, group, owner in self.moving():
+            numbers = (1 - group["beta"], self.rate(param, group["lr"]) * warm, 1 - group["beta"] ** run["step"])
+            pull = pulls[id(owner[1])] if owner is not None and owner[0].relative else 0.0
+            jobs += self._jobs(param, owner, numbers, pull, (rate, ratio))
         run_all(jobs)
-        for end in ends:
-            end()
         self.run = run
         self._announce()
 
     def _pull(self, scope: Scope) -> Factor:
         """Return c/(D0 + D), D over the model's weights with a relative prior (see `bayesify.core.penalty`)."""
-        near = [p for p, own in self._own if own is scope and p.relative]
+        near = [p for p, own, _ in self._owners if own is scope and p.relative]
         strength, floor = pull_of(scope, near)
         if not strength:
             return 0.0
         parts = [part_of(p) for p in near]
         jobs = [Job(squares, None, (p.original.detach(), p.center, 1 / p.prior_sig)) for p in parts]
-        return strength / (floor + host(_sums(near, jobs)[0]))
+        return strength / (floor + host(_sums(zip(near, jobs, strict=True))[0]))
 
-    def _look(self, run: dict[str, Any]) -> None:
-        """Learn from a step what the noise costs, sum g^ eps s, and what its squared gradients are, sum (g^ s)^2."""
-        jobs, owners = [], []
-        for owner, scope in self._own:
+    def _observed(self) -> Tensor:
+        """Return the running means of what the noise costs, sum g^ eps s, and of sum (g^ s)^2, after a step."""
+        jobs, before = [], self.run["observed"]
+        for owner, scope, _ in self._owners:
             posterior = part_of(owner)
             if (grad := posterior.original.grad) is not None:
                 if posterior.fixed_row is not None:  # which has no noise
                     grad = grad.clone()
                     grad[posterior.fixed_row] = 0
-                jobs.append(Job(observe, posterior.stream(_seed(scope)), (grad, *posterior._known())))
-                owners.append(owner)
+                inputs = (grad, *posterior._known())
+                jobs.append((owner, Job(observe, posterior.stream(_seed(scope)), inputs)))
         if not jobs:
-            return
-        sums = _sums(owners, jobs)
-        for name, now in zip(("cost", "power"), torch.where(sums.isfinite().all(), sums, torch.nan), strict=True):
-            known = run[name]
-            before = known.to(now) if isinstance(known, Tensor) else torch.full_like(now, known)
-            run[name] = torch.where(now.isnan(), before, torch.lerp(before, now, MEMORY))
+            return before
+        sums = _sums(jobs)
+        before = before.to(sums)
+        return torch.where(sums.isfinite().all(), torch.lerp(before, sums, MEMORY), before)
 
-    def _job(
-        self, param: Tensor, posterior: Any, scope: Any, numbers: tuple[float, ...], pull: Factor, profile: Any
-    ) -> tuple[Job, list[Callable[[], None]]]:
-        """Return the move of a parameter and its curvature; and what ends it for a fixed row."""
+    def _jobs(
+        self, param: Tensor, owner: Owner | None, numbers: tuple[float, ...], pull: Factor, profile: tuple[Factor, ...]
+    ) -> list[Job]:
+        """Return the move of a parameter and its curvature."""
         state = self.state[param]
         assert param.grad is not None
         if "average" not in state:
             state["average"] = torch.zeros_like(param)
-            if posterior is not None and self.second is not None:
-                h = part(posterior.h)
-                total, count = over_processes([(posterior, torch.stack([h.sum(), h.new_tensor(h.numel())]))])
-                state["start"] = float(total / count)
         grad, average, mean = part(param.grad), part(state["average"]), part(param)
-        if posterior is None:
-            return Job(drift, None, (grad, average, mean, *numbers), (average, mean)), []
+        if owner is None:
+            return [Job(drift, None, (grad, average, mean, *numbers), (average, mean))]
+        posterior, scope, _ = owner
         own = part_of(posterior)
-        given: tuple[Factor, ...] = (*numbers, own.delta, pull, 1 / own.prior_sig**2)
         outs = (average, own.h, mean)
+        inputs = (grad, *outs, own.center, *numbers, own.delta, pull, 1 / own.prior_sig**2)
+        still = Job(move, None, (*inputs, *profile), outs)  # with b2, of a fixed row, which keeps its curvature
         if self.second is None:
-            return Job(move, None, (grad, *outs, own.center, *given, *profile), outs), []
-
-        def still(kept: list[Tensor], row: int) -> None:  # it keeps its curvature
-            center = own.center[row] if isinstance(own.center, Tensor) and own.center.dim() else own.center
-            run_all([Job(move, None, (grad[row], *kept, center, *given, 0.0, 0.0), kept)])
-
-        inputs = (grad, *outs, own.center, *given, own.strength, 1 - self.second, state["start"])
-        return Job(newton, own.stream(_seed(scope)), inputs, outs), apart(own.fixed_row, outs, still)
-
-
-def _ratio(run: dict[str, Any]) -> Tensor:
-    """Return r."""
-    cost, power = (torch.as_tensor(run[name]) for name in ("cost", "power"))
-    return torch.where(power > 0, cost.clamp(min=0) / power, torch.zeros_like(power))
+            return [still]
+        if "start" not in state:
+            sums = torch.stack([own.h.sum(), own.h.new_tensor(own.h.numel())])
+            total, count = over_processes([(posterior, sums)])
+            state["start"] = float(total / count)
+        inputs = (*inputs, own.strength, 1 - self.second, state["start"])
+        return except_row(own.fixed_row, Job(newton, own.stream(_seed(scope)), inputs, outs), still)
 
 
-def _sums(owners: Sequence[IVONPosterior], jobs: Sequence[Job]) -> Tensor:
+def _sums(jobs: Iterable[tuple[IVONPosterior, Job]]) -> Tensor:
     """Return the sums of jobs over posteriors and processes, each on the rows that it holds."""
-    groups: dict[Any, tuple[IVONPosterior, list[Job]]] = {}
-    for owner, job in zip(owners, jobs, strict=True):
+    groups: dict[Any, list[tuple[IVONPosterior, Job]]] = {}
+    for owner, job in jobs:
         group = None if owner.layout is None else owner.layout.group
-        groups.setdefault((group, job.inputs[0].device), (owner, []))[1].append(job)
-    return over_processes((owner, _rows(own).sum(0)) for owner, own in groups.values())
-
-
-def _rows(jobs: Sequence[Job]) -> Tensor:
-    rows = run_all(jobs)
-    assert rows is not None
-    return rows
+        groups.setdefault((group, job.inputs[0].device), []).append((owner, job))
+    rows = ((own[0][0], run_all([job for _, job in own])) for own in groups.values())
+    return over_processes((owner, each.sum(0)) for owner, each in rows if each is not None)
 
 
 def _seed(scope: Scope) -> int:

@@ -1,8 +1,8 @@
 """What the optimizers of this library share: whose posteriors they move, their step, and the run in their state."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar, overload
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from bayesify.core.distributed import follow, whole
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope
-from bayesify.core.scopes import named_posteriors, scopes_of
+from bayesify.core.scopes import check_num_data, named_posteriors, scopes_of
+from bayesify.engine.dispatch import Job
 
-P = TypeVar("P", bound=Posterior)
 LIKE = ("sgd", "adamw")
 LONGEST = 100  # steps over which squared gradients are averaged for a rate like AdamW's
+
+Owner = tuple[Any, Scope, int]  # a posterior, its scope, and the scope's number
 
 
 class MethodOptimizer(torch.optim.Optimizer):
@@ -22,20 +24,26 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     What it knows of its run is in the first group, and not in the state: distributed checkpoints take the state's keys
     for parameters.
-
-    Attributes:
-        called: Its public name.
-        run_key: Where the run lies in the first group, which is also what an error calls it.
-        like: Which optimizer's learning rate `lr` is: "sgd", or "adamw".
     """
 
-    called: ClassVar[str]
-    run_key: ClassVar[str]
+    called: ClassVar[str]  # its public name
+    method: ClassVar[str]
+    kind: ClassVar[type[Posterior]]  # the method's posteriors
+    run_key: ClassVar[str]  # where the run lies in the first group, which is also what an error calls it
 
-    def __init__(self, model: nn.Module, lr: Any, defaults: dict[str, Any], like: str) -> None:
+    def __init__(self, model: nn.Module, lr: Any, num_data: float, defaults: dict[str, Any], like: str) -> None:
+        check_num_data(num_data)
         if like not in LIKE:
             raise ValueError(f"like must be one of {list(LIKE)}, got {like!r}")
-        self.like, self._scopes = like, scopes_of(model)
+        self.num_data, self.like, self._scopes = float(num_data), like, scopes_of(model)
+        numbers = {id(scope): (scope, number) for number, scope in enumerate(self._scopes)}
+        self._owners: list[Owner] = [(p, *numbers[id(p.reader)]) for _, p in named_posteriors(model)]
+        for posterior, scope, _ in self._owners:
+            if not isinstance(posterior, self.kind):
+                raise ValueError(
+                    f"{self.called} trains models of method {self.method!r}, this one is {scope.method.name!r}; "
+                    f"bayesify(model, {self.method!r}), or train it with an optimizer of torch.optim"
+                )
         groups = lr if isinstance(lr, (list, tuple)) else [{"params": list(model.parameters()), "lr": lr}]
         if not groups or not all(isinstance(group, dict) and "lr" in group for group in groups):
             raise ValueError("lr must be a number or a list of groups, each with 'params' and 'lr' (param_groups)")
@@ -92,6 +100,18 @@ class MethodOptimizer(torch.optim.Optimizer):
         self.advance()
         return loss
 
+    def advance(self) -> None:
+        """Move everything by one step, by the gradients that are there."""
+        raise NotImplementedError
+
+    def moving(self) -> Iterator[tuple[Tensor, dict[str, Any], Owner | None]]:
+        """Yield every parameter that has a gradient, with its group and, if it is Bayesian, its posterior."""
+        owners = {id(owner[0].original): owner for owner in self._owners}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield param, group, owners.get(id(param))
+
     def rate(self, param: Tensor, lr: float) -> float:
         """Return the rate of SGD with which a parameter's step has the size of AdamW's, if that is wanted.
 
@@ -107,39 +127,24 @@ class MethodOptimizer(torch.optim.Optimizer):
             state["square"] = state.get("square", 0.0) + (square - state.get("square", 0.0)) / state["steps"]
         return lr / math.sqrt(state["square"]) if state.get("square", 0.0) > 0 else 0.0
 
-    def advance(self) -> None:
-        """Move everything by one step, by the gradients that are there."""
-        raise NotImplementedError
 
-
-def apart(
-    row: int | None, tensors: Sequence[Tensor], step: Callable[[list[Tensor], int], Any]
-) -> list[Callable[[], None]]:
-    """Return what is to be done after a noisy step of tensors, so that a fixed row has taken `step` instead."""
+def except_row(row: int | None, noisy: Job, still: Job) -> list[Job]:
+    """Return a noisy job in parts, so that a fixed row takes one without noise in its place."""
     if row is None:
-        return []
-    kept = [x[row].clone() for x in tensors]
-
-    def put_back() -> None:
-        step(kept, row)
-        for x, value in zip(tensors, kept, strict=True):
-            x[row] = value
-
-    return [put_back]
+        return [noisy]
+    count = len(noisy.outputs[0])
+    parts = [_rows(noisy, 0, row), _rows(still, row, row + 1), _rows(noisy, row + 1, count)]
+    return [job for job in parts if job.outputs[0].numel()]
 
 
-def posteriors_for(optimizer: str, model: nn.Module, kind: type[P], method: str) -> Iterator[tuple[P, Scope, int]]:
-    """Yield a model's posteriors, each with its scope and the scope's number.
-
-    Raises:
-        ValueError: One is of another method than the optimizer's.
-    """
-    numbers = {id(scope): (scope, i) for i, scope in enumerate(scopes_of(model))}
-    for _, posterior in named_posteriors(model):
-        scope, number = numbers[id(posterior.reader)]
-        if not isinstance(posterior, kind):
-            raise ValueError(
-                f"{optimizer} trains models of method {method!r}, this one is {scope.method.name!r}; "
-                f"bayesify(model, {method!r}), or train it with an optimizer of torch.optim"
-            )
-        yield posterior, scope, number
+def _rows(job: Job, first: int, end: int) -> Job:
+    """Return a job on some rows of its tensors."""
+    tensors = {id(x): x for x in (*job.inputs, *job.outputs) if isinstance(x, Tensor) and x.dim()}
+    views = {key: x[first:end] for key, x in tensors.items()}  # an output that is an input stays one
+    stream = job.stream
+    if stream is not None:
+        size = stream.shape[1:].numel()
+        shape = torch.Size((end - first, *stream.shape[1:]))
+        stream = stream._replace(shape=shape, start=stream.start + first * size)
+    inputs, outputs = [views.get(id(x), x) for x in job.inputs], [views[id(y)] for y in job.outputs]
+    return job._replace(stream=stream, inputs=inputs, outputs=outputs)

@@ -7,10 +7,10 @@ moments; with `bayesify.Cycles` the chain leaves its basin again and again, and 
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from bayesify.core.distributed import on_shard, part, part_of
 from bayesify.core.method import Tempered
 from bayesify.core.mixture import Mixture, mix, shared_copy
-from bayesify.core.moments import CollectedPosterior, collected
+from bayesify.core.moments import CollectedPosterior
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import LOW_PRECISION, Prior, state_dtype
+from bayesify.core.prior import LOW_PRECISION, Prior
 from bayesify.core.ranks import is_whole, shared_seed
-from bayesify.core.scopes import check_num_data, scopes_of
+from bayesify.core.scopes import scopes_of
 from bayesify.engine import noise as noises
-from bayesify.engine.dispatch import Job, run, run_all
+from bayesify.engine.dispatch import Job, run_all
 from bayesify.methods.cycles import Cycles, Place, Stages
-from bayesify.methods.optimizers import MethodOptimizer, apart, posteriors_for
+from bayesify.methods.optimizers import MethodOptimizer, Owner, except_row
 
 FEW = 5  # states, below which a spread is none
 FADE = 3.0  # half of the weight is on the last sixth of the states
@@ -72,16 +72,14 @@ class SGLD(Tempered):
             if not is_whole(value) or value < least:
                 raise ValueError(f"{option} must be an integer >= {least} (optimizer steps), got {value!r}")
 
-    def settled(self, *, relative: bool, weights: int) -> "SGLD":
+    def settled(self, *, relative: bool, weights: int) -> Self:
         """Forget early states where the prior is relative, besides what every tempered method does."""
-        settled = super().settled(relative=relative, weights=weights)
-        assert isinstance(settled, SGLD)
-        return replace(settled, fade=(FADE if relative else 0.0) if self.fade is None else self.fade)
+        fade = (FADE if relative else 0.0) if self.fade is None else self.fade
+        return replace(super().settled(relative=relative, weights=weights), fade=fade)
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without moments at first."""
-        flat = prior.is_bias and self.bias == "uninformative"
-        return SGLDPosterior(param, prior, flat=flat, fixed_row=fixed_row, fade=self.fade or 0.0)
+        return SGLDPosterior(param, prior, flat=self.flat(prior), fixed_row=fixed_row, fade=self.fade or 0.0)
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before there are moments; warn if there are too few states."""
@@ -109,10 +107,7 @@ class SGLDPosterior(CollectedPosterior):
 
     settings = (*CollectedPosterior.settings, "fade")
     missing = "the chain has no moments; step bayesify.SGLD beyond burnin + thin steps first"
-
-    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, fade: float = 0.0) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.fade = fade
+    fade: float
 
     @property
     def own_std(self) -> Tensor:
@@ -128,35 +123,22 @@ class SGLDPosterior(CollectedPosterior):
             return "no moments yet"
         return f"{int(self.count)} states" if self.count > 1 else "1 state, no spread yet"
 
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Add the chain's present state to the moments (Welford's recurrence, with weights).
-
-        n <- n + 1; d = theta - average; r = (fade+1)/(n+fade); average <- average + r d; V <- (1-r) (V + r d^2), where
-        V = sum w (x - average)^2 / sum w is scatter (1-q)/(n-1), q = sum w^2 / (sum w)^2. Without `fade` both are 1/n,
-        so that scatter <- scatter + (n-1)/n d^2.
-        """
-        theta = self.original.detach()
-        theta = theta.to(state_dtype(theta))
-        if self.count is None or self.average is None or self.scatter is None:
-            self.count = torch.ones((), dtype=torch.int64, device=theta.device)
-            self.average = theta.clone(memory_format=torch.contiguous_format)
-            self.scatter = torch.zeros_like(self.average)
-            return
-        keep, add, rate = welford(int(self.count.add_(1)), self.fade)
-        run(collected, None, (theta, self.average, self.scatter, rate, keep, add), (self.average, self.scatter))
+    def recurrence(self, n: int) -> tuple[float, float, float]:
+        """Return the factors of the n-th state: of d, of the scatter so far and of d^2."""
+        return weighted_recurrence(n, self.fade) if self.fade else super().recurrence(n)
 
 
 @lru_cache
-def welford(n: int, fade: float) -> tuple[float, float, float]:
-    """Return the factors of the n-th state, n > 1: of the scatter so far, of d^2, and r."""
-    if fade == 0:
-        return 1.0, (n - 1) / n, 1 / n
+def weighted_recurrence(n: int, fade: float) -> tuple[float, float, float]:
+    """Return r = (fade+1)/(n+fade), and the factors with which the scatter follows V = sum w (x - average)^2 / sum w.
+
+    V <- (1-r) (V + r d^2), and V = scatter (1-q)/(n-1) with q = sum w^2 / (sum w)^2.
+    """
     before, rate = concentration(n - 1, fade), (fade + 1) / (n + fade)
     after = (1 - rate) ** 2 * before + rate**2
     # Of one state the variance is 0, whatever it is divided by.
     keep = 0.0 if n == 2 else (1 - rate) * (n - 1) / (n - 2) * (1 - before) / (1 - after)
-    return keep, (1 - rate) * rate * (n - 1) / (1 - after), rate
+    return rate, keep, (1 - rate) * rate * (n - 1) / (1 - after)
 
 
 @lru_cache
@@ -227,7 +209,7 @@ class SGLDOptimizer(MethodOptimizer):
         torch.Size([8, 1])
     """
 
-    called, run_key = "SGLD", "chain"
+    called, method, kind, run_key = "SGLD", "sgld", SGLDPosterior, "chain"
 
     def __init__(
         self,
@@ -238,18 +220,15 @@ class SGLDOptimizer(MethodOptimizer):
         momentum: float = 0.0,
         like: str = "sgd",
     ) -> None:
-        check_num_data(num_data)
-        self.num_data = float(num_data)
-        self._sampled = list(posteriors_for("SGLD", model, SGLDPosterior, "sgld"))
-        for posterior, _, _ in self._sampled:
+        super().__init__(model, lr, num_data, {"momentum": momentum, **OWN_WAY}, like)
+        self.run = {"seed": shared_seed(), "step": 0}
+        for posterior, _, _ in self._owners:
             if posterior.original.dtype in LOW_PRECISION:
                 warnings.warn(
                     f"{posterior.name!r} is {posterior.original.dtype}, in which SGLD's small steps round to nothing; "
                     "keep the model in float32 (torch.autocast may still compute in less)",
                     stacklevel=2,
                 )
-        super().__init__(model, lr, {"momentum": momentum, **OWN_WAY}, like)
-        self.run = {"seed": shared_seed(), "step": 0}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after a look at its numbers."""
@@ -263,25 +242,15 @@ class SGLDOptimizer(MethodOptimizer):
     def advance(self) -> None:
         """Move the chain by one step, and collect its state where the method says so."""
         self.run = {**self.run, "step": self.run["step"] + 1}
-        sampled = {id(found[0].original): found for found in self._sampled}
-        moves = [
-            self._move(param, group, *sampled.get(id(param), (None, None, 0)))
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        run_all([job for job, _ in moves])
-        for end in (end for _, ends in moves for end in ends):
-            end()
-        for posterior, scope, _ in self._sampled:
-            if self.param_groups[0]["collects"] and scope.method.collects(self.run["step"]):
-                with on_shard(posterior) as own:
-                    own.collect()
+        run_all([job for found in self.moving() for job in self._jobs(*found)])
+        if self.param_groups[0]["collects"]:
+            for posterior, scope, _ in self._owners:
+                if scope.method.collects(self.run["step"]):
+                    with on_shard(posterior) as own:
+                        own.collect()
 
-    def _move(
-        self, param: Tensor, group: dict[str, Any], posterior: SGLDPosterior | None, scope: Any, number: int
-    ) -> tuple[Job, list[Callable[[], None]]]:
-        """Return one parameter's step; and what ends it for a fixed row, which takes no noise."""
+    def _jobs(self, param: Tensor, group: dict[str, Any], owner: Owner | None) -> list[Job]:
+        """Return one parameter's step."""
         assert param.grad is not None
         lr, mu = self.rate(param, group["lr"]), group["momentum"]
         if self.like == "adamw":
@@ -289,17 +258,21 @@ class SGLDOptimizer(MethodOptimizer):
         if mu != 0 and "velocity" not in self.state[param]:
             self.state[param]["velocity"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
         velocity = [part(self.state[param]["velocity"])] if "velocity" in self.state.get(param, {}) else []
-        moved, grad, last = [part(param), *velocity], part(param.grad), [mu] * len(velocity)
-        still, noisy = (glide, kicked_glide) if velocity else (descend, kicked)
-        method = None if posterior is None else scope.method
-        size = group["noise"] * method.nd * math.sqrt(2 * lr * (1 - mu) * method.scale(self.num_data)) if method else 0
-        if posterior is None or size == 0:
-            return Job(still, None, (*moved, grad, lr, *last), moved), []
+        moved = [part(param), *velocity]
+        inputs = (*moved, part(param.grad), lr, *([mu] if velocity else []))
+        still = Job(glide if velocity else descend, None, inputs, moved)
+        if owner is None:
+            return [still]
+        posterior, scope, number = owner
+        method: Any = scope.method
+        size = group["noise"] * method.nd * math.sqrt(2 * lr * (1 - mu) * method.scale(self.num_data))
+        if size == 0:
+            return [still]
         own = part_of(posterior)
         seed = (noises.mix(self.run["seed"], number) + self.run["step"]) % 2**64
         stream = noises.Stream(seed, own.key, moved[0].shape, moved[0].dtype, moved[0].device, own.start)
-        job = Job(noisy, stream, (*moved, grad, lr, *last, size), moved)
-        return job, apart(own.fixed_row, moved, lambda kept, row: run(still, None, (*kept, grad[row], lr, *last), kept))
+        noisy = Job(kicked_glide if velocity else kicked, stream, (*inputs, size), moved)
+        return except_row(own.fixed_row, noisy, still)
 
 
 # -- cycles ------------------------------------------------------------------------------------------------------------

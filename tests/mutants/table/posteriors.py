@@ -272,13 +272,13 @@ MUTANTS = [
         ("the variance over n", "(self.count - 1).clamp(min=1)", "self.count", "collected"),
     ),
     *of(
-        "methods/sgld.py",
+        "core/moments.py",
         "test_sgld.py",
-        ("not Welford", "return 1.0, (n - 1) / n, 1 / n", "return 1.0, 1.0, 1 / n", "collected"),
+        ("not Welford", "return 1 / n, 1.0, (n - 1) / n", "return 1 / n, 1.0, 1.0", "collected"),
         (
             "the average moves by 1/(n-1)",
-            "return 1.0, (n - 1) / n, 1 / n",
-            "return 1.0, (n - 1) / n, 1 / (n - 1)",
+            "return 1 / n, 1.0, (n - 1) / n",
+            "return 1 / (n - 1), 1.0, (n - 1) / n",
             "collected",
         ),
     ),
@@ -291,7 +291,7 @@ MUTANTS = [
             "before, rate = concentration(n - 1, fade), 1 / n",
             "weigh_more",
         ),
-        ("a variance that is too small", "* (n - 1) / (1 - after), rate", "* (n - 1), rate", "weigh_more"),
+        ("a variance that is too small", "rate * (n - 1) / (1 - after)", "rate * (n - 1)", "weigh_more"),
         ("early states count where nothing was chosen", "(FADE if relative else 0.0)", "0.0", "forgotten"),
     ),
     *of(
