@@ -101,7 +101,7 @@ def write_own_card(model: Any, folder: "str | os.PathLike[str]") -> None:
 
 
 def is_adapter(model: nn.Module) -> bool:
-    """Tell whether a model is a PEFT model, whose base is kept elsewhere."""
+    """Return whether a model is a PEFT model, whose base is kept elsewhere."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 

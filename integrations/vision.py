@@ -136,7 +136,7 @@ def _build(name: str, pretrained: "bool | str | os.PathLike[str]") -> tuple[nn.M
     from torchvision.models import get_model, get_model_weights
 
     weights = get_model_weights(bare).DEFAULT
-    # These train with auxiliary outputs beside the logits unless told not to.
+    # These train with auxiliary outputs beside the logits by default.
     auxiliary = {"aux_logits": False} if bare in ("googlenet", "inception_v3") else {}
     model = get_model(bare, weights=weights if pretrained is True else None, **auxiliary)
     if file is not None:
@@ -159,7 +159,7 @@ def _library_of(name: str) -> tuple[str, str]:
 
 
 def _known(library: str, name: str) -> bool:
-    """Tell whether a library knows a model."""
+    """Return whether a library has a model of that name."""
     if library == "timm":
         import timm
 

@@ -156,6 +156,11 @@ def evaluated(energy: Energy) -> Tensor:
     return found
 
 
+def has_moved(std: Tensor, start: float) -> bool:
+    """Return whether a spread is no longer where it started."""
+    return not bool(((std / start - 1).abs() < LEAST_CHANGE).all())
+
+
 def scaled(tensors: tuple[Any, ...], *factors: Factor) -> tuple[Any, ...]:
     """Return tensors in a precision that holds what they are multiplied with: float64 for numbers beyond float32."""
     if all(isinstance(f, Tensor) or f == 0 or 1e-15 < abs(f) < 1e15 for f in factors):

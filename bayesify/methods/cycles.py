@@ -1,14 +1,13 @@
 """`Cycles`: the learning rates of a training that is cut into cycles, and what its method does in each of them.
 
-A method takes part by naming its `Stages` in `Method.stages`: "swag" collects an iterate at the end of every cycle,
-"ensemble" a member, and "sgld" samples another basin in each (Zhang et al. 2020).
+A method takes part by naming its `Stages` in `Method.stages`.
 """
 
 import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +19,8 @@ from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import scopes_of
+
+PLAN = ("steps", "start", "ends", "high", "low")  # in which a saved state must agree
 
 
 class Place(NamedTuple):
@@ -35,34 +36,22 @@ class Stages:
 
     Args:
         run: The schedule, with its optimizer and model.
-        options: Those of `Cycles` that the method knows.
+        **options: Those of `Cycles` that are named in `options`.
     """
 
-    cycles: ClassVar[int]
-    """How many cycles there are by default."""
-    least: ClassVar[int] = 1
-    """How many cycles the method needs."""
-    begin: ClassVar[float] = 0.0
-    """The share of the steps before the first cycle."""
-    high: ClassVar[float] = 1.0
-    low: ClassVar[float] = 0.0
     options: ClassVar[tuple[str, ...]] = ()
-    """The options of `Cycles` that the method knows, beside those of every method."""
+    cycles: int  # how many cycles there are by default
+    least: int = 1  # how many the method needs
+    first: float = 1.0  # the length of the first cycle over that of the others
+    begin: float = 0.0  # the share of the steps before the first cycle
+    high: float = 1.0
+    low: float = 0.0
 
     def __init__(self, run: "Cycles", **options: Any) -> None:
         self.run = run
 
-    @classmethod
-    def default_cycles(cls, method: Any, steps: int) -> int:
-        """Return how many cycles a model's options ask for; `steps` are those from the first cycle on."""
-        return max(min(cls.cycles, steps), cls.least)
-
-    def shares(self, cycles: int) -> Sequence[float]:
-        """Return the lengths of the cycles, in any unit."""
-        return [1.0] * cycles
-
-    def check(self, places: Sequence[Place]) -> None:
-        """Raise a ValueError where cycles that begin at these places cannot be."""
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise a ValueError where there cannot be cycles of these lengths."""
 
     def before(self, place: Place | None) -> None:
         """Prepare a step; None is one before the first cycle or after the last."""
@@ -152,14 +141,13 @@ class Cycles(LRScheduler):
         if isinstance(optimizer, nn.Module):
             raise TypeError("Cycles takes the optimizer first: Cycles(optimizer, model, steps=...)")
         self.optimizer, self.model, self.before = optimizer, model, before
-        scopes = [scope for scope in scopes_of(model) if scope.method.stages is not None]
-        if not scopes:
-            names = sorted(scope.method.name for scope in scopes_of(model))
+        methods = [scope.method for scope in scopes_of(model)]
+        method = next((method for method in methods if method.stages is not None), None)
+        if method is None:
             raise ValueError(
-                f"a model of method {', '.join(names)} is not trained in cycles; train several and mix them: "
-                "bayesify.mix(models)"
+                f"a model of method {', '.join(sorted(m.name for m in methods))} is not trained in cycles; train "
+                "several and mix them: bayesify.mix(models)"
             )
-        method = scopes[0].method
         if not self.posteriors():
             raise ValueError(
                 "the optimizer moves no Bayesian parameter of the model; make it after bayesify(model), of "
@@ -170,30 +158,34 @@ class Cycles(LRScheduler):
         if unknown := [name for name in given if name not in method.stages.options]:
             raise ValueError(f"{unknown[0]} is not for method {method.name!r}; leave it out")
         self.stages: Stages = method.stages(self, **given)
-        if not is_whole(steps) or steps < 1:
-            raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
-        least = self.stages.least
-        start = min(int(self.stages.begin * steps), max(steps - least, 0)) if start is None else start
-        if not is_whole(start) or not 0 <= start < steps:
-            raise ValueError(f"start must be an integer >= 0 and below steps = {steps}, got {start!r}")
-        count = self.stages.default_cycles(method, steps - start) if cycles is None else cycles
-        if not is_whole(count) or not least <= count <= steps - start:
-            raise ValueError(
-                f"cycles must be an integer between {least} and the {steps - start} steps from start on, got {count!r}"
-            )
-        self.high, self.low = (
-            getattr(self.stages, name) if value is None else value for name, value in (("high", high), ("low", low))
-        )
+        self.high = self.stages.high if high is None else high
+        self.low = self.stages.low if low is None else low
         if not 0 <= self.low <= self.high or not 0 < self.high < math.inf:
             raise ValueError(
                 f"high must be positive and low between 0 and high, got high={self.high!r}, low={self.low!r}"
             )
-        self.steps, self.start = int(steps), int(start)
-        sums = list(accumulate(self.stages.shares(int(count))))
-        self.ends = [self.start + round((self.steps - self.start) * total / sums[-1]) for total in sums]
-        self.stages.check([self.place(begin) for begin in (self.start, *self.ends[:-1])])
-        self.told = False
+        self.steps, self.start, self.ends = self._plan(steps, start, cycles)
+        self.warned = False
         super().__init__(optimizer)
+
+    def _plan(self, steps: int, start: int | None, cycles: int | None) -> tuple[int, int, list[int]]:
+        """Return the number of steps, how many come before the first cycle, and where cycles end."""
+        stages = self.stages
+        if not is_whole(steps) or steps < 1:
+            raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
+        start = min(int(stages.begin * steps), max(steps - stages.least, 0)) if start is None else start
+        if not is_whole(start) or not 0 <= start < steps:
+            raise ValueError(f"start must be an integer >= 0 and below steps = {steps}, got {start!r}")
+        left = int(steps - start)
+        cycles = max(min(stages.cycles, left), stages.least) if cycles is None else cycles
+        if not is_whole(cycles) or not stages.least <= cycles <= left:
+            raise ValueError(
+                f"cycles must be an integer between {stages.least} and the {left} steps from start on, got {cycles!r}"
+            )
+        sums = list(accumulate([stages.first, *[1.0] * (int(cycles) - 1)]))
+        ends = [int(start) + round(left * total / sums[-1]) for total in sums]
+        stages.check([end - begin for begin, end in pairwise([int(start), *ends])])
+        return int(steps), int(start), ends
 
     def posteriors(self) -> list[Posterior]:
         """Return the model's posteriors whose mean the optimizer moves."""
@@ -208,7 +200,7 @@ class Cycles(LRScheduler):
                     own.collect()  # type: ignore[operator]
 
     def place(self, done: int) -> Place | None:
-        """Return where the step is before which there were `done`; None where it is in no cycle."""
+        """Return where a step is that comes after so many; None where it is in no cycle."""
         if not self.start <= done < self.steps:
             return None
         number = bisect_right(self.ends, done)
@@ -225,7 +217,7 @@ class Cycles(LRScheduler):
         self.stages.before(self.place(self.last_epoch))
 
     def _follow(self, done: int) -> None:
-        """Do what follows the optimizer's step before which there were `done`."""
+        """Do what follows an optimizer step."""
         if done < self.start and self.before is not None:
             self.before.step()
         place = self.place(done)
@@ -233,8 +225,8 @@ class Cycles(LRScheduler):
             self.stages.after(place)
             if place.step + 1 == place.length:
                 self.stages.end(place.cycle, last=done + 1 == self.steps)
-        elif done >= self.steps and not self.told:
-            self.told = True
+        elif done >= self.steps and not self.warned:
+            self.warned = True
             warnings.warn(
                 f"training goes on after the {self.steps} steps of Cycles, and collects nothing any more; give it "
                 "steps=, all optimizer steps of the training",
@@ -266,13 +258,10 @@ class Cycles(LRScheduler):
         """Return the state of the schedule; the model's and the optimizer's are their own."""
         return {
             **{name: getattr(self, name) for name in ("last_epoch", "_step_count", "_last_lr", "base_lrs")},
-            "plan": self._plan(),
+            "plan": {name: getattr(self, name) for name in PLAN},
             "stages": self.stages.state_dict(),
             "before": None if self.before is None else self.before.state_dict(),
         }
-
-    def _plan(self) -> dict[str, Any]:
-        return {"steps": self.steps, "start": self.start, "ends": self.ends, "high": self.high, "low": self.low}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of the same schedule; load the model's and the optimizer's too.
@@ -280,7 +269,7 @@ class Cycles(LRScheduler):
         Raises:
             ValueError: It is the state of another schedule.
         """
-        theirs, own = state_dict.get("plan"), self._plan()
+        theirs, own = state_dict.get("plan"), {name: getattr(self, name) for name in PLAN}
         if theirs != own:
             raise ValueError(f"this is the state of another schedule: {theirs}; make it with the same arguments: {own}")
         self.__dict__.update({k: v for k, v in state_dict.items() if k not in ("plan", "stages", "before")})

@@ -17,7 +17,7 @@ from bayesify.core.draws import Draw
 from bayesify.core.method import Tempered
 from bayesify.core.penalty import pull_of
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, host, scaled, squares, state_dtype
+from bayesify.core.prior import Energy, Factor, Part, Prior, has_moved, host, scaled, squares, state_dtype
 from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
 from bayesify.core.stored import Kept
@@ -100,8 +100,7 @@ class IVONPosterior(Posterior):
         """Whether the curvature is where it started."""
         if self.h is not None and self.strength is not None and self.h.numel():
             ends = torch.stack(torch.aminmax(part(self.h)))
-            s = (ends + self.delta).mul_(self.strength).rsqrt_() / self.init_sig
-            if not bool(((s > 1 - LEAST_CHANGE) & (s < 1 + LEAST_CHANGE)).all()):
+            if has_moved((ends + self.delta).mul_(self.strength).rsqrt_(), self.init_sig):
                 return ""
         return "the optimizer bayesify.IVON, which alone finds it, has made too few steps or none"
 
@@ -263,7 +262,7 @@ class IVONOptimizer(MethodOptimizer):
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the models which theta the gradients of the next step are taken at."""
+        """Choose the theta at which the gradients of the next step are taken."""
         for i, scope in enumerate(self._scopes):
             scope.step_draw = Draw((noises.mix(self.run["seed"], i) + self.run["step"]) % 2**63)
 
@@ -305,7 +304,8 @@ class IVONOptimizer(MethodOptimizer):
 
     def _observed(self) -> Tensor:
         """Return the running means of what the noise costs, sum g^ eps s, and of sum (g^ s)^2, after a step."""
-        jobs, before = [], self.run["observed"]
+        before: Tensor = self.run["observed"]
+        jobs = []
         for owner, scope, _ in self._owners:
             posterior = part_of(owner)
             if (grad := posterior.original.grad) is not None:

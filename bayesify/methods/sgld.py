@@ -292,25 +292,20 @@ class Basins(Stages):
         if not 0 <= beta < 1:
             raise ValueError(f"beta must be in [0, 1), got {beta!r}")
         self.beta = beta
+        self.thin = max(getattr(scope.method, "thin", 1) for scope in scopes_of(run.model))
         self.members: list[nn.Module] = []
 
-    @property
-    def _thin(self) -> int:
-        methods = [scope.method for scope in scopes_of(self.run.model)]
-        return max(method.thin for method in methods if isinstance(method, SGLD))
-
-    def check(self, places: Sequence[Place]) -> None:
+    def check(self, lengths: Sequence[int]) -> None:
         """Raise where a cycle collects fewer than two states."""
-        shortest = min(place.length for place in places)
-        sampling = shortest - math.ceil(self.beta * shortest)
-        if sampling // self._thin < 2:
+        sampling = min(lengths) - math.ceil(self.beta * min(lengths))
+        if sampling // self.thin < 2:
             raise ValueError(
-                f"a cycle has {sampling} steps from beta on, of which every {self._thin}th is collected: fewer than "
+                f"a cycle has {sampling} steps from beta on, of which every {self.thin}th is collected: fewer than "
                 "two states; take more steps, fewer cycles, a smaller beta or thin"
             )
 
     def before(self, place: Place | None) -> None:
-        """Tell the chain whether the next step takes noise."""
+        """Choose whether the next step takes noise."""
         explores = place is not None and place.step < self.beta * place.length
         for group in self.run.optimizer.param_groups:
             group["noise"], group["collects"] = float(not explores), False
@@ -318,7 +313,7 @@ class Basins(Stages):
     def after(self, place: Place) -> None:
         """Collect a state."""
         sampled = place.step + 1 - math.ceil(self.beta * place.length)  # steps of this cycle with noise, so far
-        if sampled > 0 and sampled % self._thin == 0:
+        if sampled > 0 and sampled % self.thin == 0:
             self.run.collect(SGLDPosterior)
 
     def end(self, number: int, *, last: bool) -> None:

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard
 from bayesify.core.method import Tempered
-from bayesify.core.moments import CollectedPosterior, collected
+from bayesify.core.moments import CollectedPosterior
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import named_posteriors
 from bayesify.core.stored import Kept
-from bayesify.engine.dispatch import run
 from bayesify.engine.noise import name_key
 from bayesify.methods.cycles import Stages
 from bayesify.prediction.statistics import STALE
@@ -76,8 +75,7 @@ class SWAG(Tempered):
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without iterates at first."""
-        flat = prior.is_bias and self.bias == "uninformative"
-        return SWAGPosterior(param, prior, flat=flat, fixed_row=fixed_row, rank=self.rank)
+        return SWAGPosterior(param, prior, flat=self.flat(prior), fixed_row=fixed_row, most=self.rank)
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before the second iterate; a parameter that nobody has moved since stays a point."""
@@ -101,10 +99,6 @@ class SWAGPosterior(CollectedPosterior):
 
     iterates: Tensor | None
 
-    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, rank: int) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.most = rank
-
     @property
     def collected(self) -> int:
         """How many iterates there were."""
@@ -122,7 +116,20 @@ class SWAGPosterior(CollectedPosterior):
         """How many iterates there are, for `summary`."""
         return f"{self.collected} iterates" if self.ready else "no spread yet"
 
-    def _own(self) -> Tensor:
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the parameter's present value to the moments, and keep it in place of the oldest."""
+        super().collect()
+        if self.reader is not None:
+            self.reader.told.add(STALE)
+        theta = self.original.detach()
+        theta = theta.to(state_dtype(theta)).clone(memory_format=torch.contiguous_format).unsqueeze(0)
+        if self.iterates is None or len(self.iterates) < self.most:
+            self.iterates = theta if self.iterates is None else torch.cat([self.iterates, theta])
+        else:
+            self.iterates[(self.collected - 1) % self.most] = theta[0]
+
+    def _alone(self) -> Tensor:
         """Return sqrt(diag/2)."""
         assert self.scatter is not None
         return (self.scatter / (2 * (self.collected - 1))).sqrt_()
@@ -140,7 +147,7 @@ class SWAGPosterior(CollectedPosterior):
         """sqrt((diag + sum of D^2 over its columns/(K-1))/2); 0 before the second iterate."""
         if not self.ready or self.iterates is None:
             return super().own_std
-        total = self._own().square_()
+        total = self._alone().square_()
         for iterate in self.iterates:
             away = iterate - self.average
             total.addcmul_(away, away, value=0.5 / (len(self.iterates) - 1))
@@ -153,7 +160,7 @@ class SWAGPosterior(CollectedPosterior):
             return torch.zeros(self.shape, dtype=stream.dtype, device=stream.device)
         columns, dtype = torch.Size([len(self.iterates)]), self.iterates.dtype
         eps2 = stream._replace(key=SHARED, shape=columns, dtype=dtype, start=0).normal()
-        noise = self._together(eps2).addcmul_(self._own(), stream.normal())
+        noise = self._together(eps2).addcmul_(self._alone(), stream.normal())
         if self.fixed_row is not None:
             noise[self.fixed_row] = 0
         return noise
@@ -165,28 +172,6 @@ class SWAGPosterior(CollectedPosterior):
     def draw(self, mean: Tensor, seed: int) -> Tensor:
         """Compute `theta`."""
         return self.theta(mean, self.noise_of(seed))
-
-    @torch.no_grad()
-    def collect(self) -> None:
-        """Add the parameter's present value to the moments (Welford's recurrence), and keep it in place of the oldest.
-
-        n <- n + 1; d = theta - average; average <- average + d/n; scatter <- scatter + (n-1)/n d^2.
-        """
-        if self.reader is not None:
-            self.reader.told.add(STALE)
-        theta = self.original.detach()
-        theta = theta.to(state_dtype(theta)).clone(memory_format=torch.contiguous_format)
-        if self.count is None or self.average is None or self.scatter is None or self.iterates is None:
-            self.count = torch.ones((), dtype=torch.int64, device=theta.device)
-            self.average, self.scatter, self.iterates = theta, torch.zeros_like(theta), theta.unsqueeze(0).clone()
-            return
-        n = int(self.count.add_(1))
-        moments = (self.average, self.scatter)
-        run(collected, None, (theta, *moments, 1 / n, 1.0, (n - 1) / n), moments)
-        if len(self.iterates) < self.most:
-            self.iterates = torch.cat([self.iterates, theta.unsqueeze(0)])
-        else:
-            self.iterates[(n - 1) % self.most] = theta
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless these tensors can be moments and iterates of one path."""
@@ -204,18 +189,7 @@ def collect(model: nn.Module) -> None:
         model: A model bayesified with "swag", or a module that contains one.
 
     Raises:
-        ValueError: There is nothing of method "swag" in it.
-
-    Example:
-        >>> import torch
-        >>> from bayesify import bayesify, predict
-        >>> from bayesify.methods.swag import collect
-        >>> model = bayesify(torch.nn.Linear(3, 2), "swag")
-        >>> for _ in range(3):
-        ...     _ = torch.nn.init.normal_(model.parametrizations.weight.original)  # an epoch
-        ...     collect(model)
-        >>> predict(model, torch.ones(4, 3), samples=5)
-        Predictive(4 examples, 2 classes, 5 samples)
+        ValueError: There is no posterior of method "swag" in it.
     """
     found = [p for _, p in named_posteriors(model) if isinstance(p, SWAGPosterior)]
     if not found:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import LEAST_CHANGE, Energy, Factor, Part, Prior, scaled, squares, state_dtype
+from bayesify.core.prior import Energy, Factor, Part, Prior, has_moved, scaled, squares, state_dtype
 from bayesify.engine.dispatch import run
 from bayesify.engine.writing import Formula
 
@@ -55,9 +55,7 @@ class VI(Tempered):
         self.check_optional("init_sig", above=0)
         self.check_optional("kld", least=0)
         if self.natural and self.link == "clamp":
-            raise ValueError(
-                "natural steps change s by a factor, which the link 'clamp' cannot; use 'exp' or 'softplus'"
-            )
+            raise ValueError("natural steps change s by a factor, which 'clamp' cannot; use 'exp' or 'softplus'")
 
     def settled(self, *, relative: bool, weights: int) -> Self:
         """Temper by the number of weights and take natural steps where the prior is relative."""
@@ -134,12 +132,10 @@ class VIPosterior(Posterior):
     @property
     def untrained(self) -> str:
         """Whether s is where it started, and what moves it."""
-        if not self.rho.numel():
+        rho = part(self.rho)
+        if not rho.numel() or has_moved(LINKS[self.link].std(torch.stack(torch.aminmax(rho))), self.init_sig):
             return ""
-        low, high = (float(s) for s in LINKS[self.link].std(torch.stack(torch.aminmax(part(self.rho)))))
-        if self.init_sig * (1 - LEAST_CHANGE) < low and high < self.init_sig * (1 + LEAST_CHANGE):
-            return "s is what it was at first; train with an optimizer of bayesify.param_groups(model, lr)"
-        return ""
+        return "s is what it was at first; train with an optimizer of bayesify.param_groups(model, lr)"
 
     def learnable(self) -> tuple[nn.Parameter, ...]:
         """Return rho."""

@@ -220,7 +220,7 @@ class Evaluation:
         self.forms, self.each_sample = [], self._drawn
 
     def kind(self, output: Any, labels: Any) -> str:
-        """Tell what the main output is: "classes", "labels" (several at a time) or "values"."""
+        """Return what the main output is: "classes", "labels" (several at a time) or "values"."""
         if self.problem == "multi_label_classification":
             return "labels"
         first = next(_flat(output), None)
@@ -308,7 +308,7 @@ def closed_forms(model: nn.Module) -> list[Any]:
 
 
 def can_be_sampled(model: nn.Module) -> bool:
-    """Tell whether the posterior can be sampled already: SGLD needs moments, Laplace its fit."""
+    """Return whether the posterior can be sampled already: SGLD needs moments, Laplace its fit."""
     try:
         for scope in scopes_of(model):
             scope.method.check_ready(scope.posteriors)

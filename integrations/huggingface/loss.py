@@ -55,7 +55,7 @@ def items(batch: Mapping[str, Any], *, shifts: bool) -> Tensor:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Tell by its class whether a model shifts its labels by itself."""
+    """Return whether a model of this class shifts its labels by itself."""
     if isinstance(model, Mixture):
         model = model.members[0]
     plain = getattr(model, "get_base_model", lambda: model)()
@@ -171,7 +171,7 @@ class LossMixin(Host):  # type: ignore[misc]
         return self._counting
 
     def _loss_given(self, inputs: dict[str, Any], count: Tensor | None) -> Tensor:
-        """Return the Trainer's own loss, told to divide by a count."""
+        """Return the Trainer's own loss, divided by a count."""
         with self.compute_loss_context_manager():
             loss: Tensor = super().compute_loss(self.model, inputs, num_items_in_batch=count)
         if count is not None and self._averages_over_ranks():

@@ -382,6 +382,6 @@ MUTANTS = [
             "return each * eps, g * g",
             "without_b2",
         ),
-        ("no warm-up", 'min(1.0, run["step"] / WARM) if self.second is None else 1.0', "1.0", "without_b2"),
+        ("no warm-up", 'min(1.0, run["step"] / WARM)', "1.0", "without_b2"),
     ),
 ]
