@@ -198,9 +198,10 @@ def evaluate(args, model, data):
         except metrics.TemperatureError as error:
             print(f"{name}: no temperature, {error}")
             continue
-        labels, logits = found["test"].labels, found["test"].logits
-        out["temperature"][name] = {"T": float(fitted), "test": scores(fitted.apply(logits), labels)}
-        pictures = {"reliability": plots.reliability_pair(logits, labels, fitted)}
+        test = found["test"]
+        tempered, names = test.tempered(fitted), ("T = 1", f"T = {float(fitted):.3f}")
+        out["temperature"][name] = {"T": float(fitted), "test": scores(tempered.probs, test.labels)}
+        pictures = {"reliability": plots.before_after(test, tempered, names=names)}
         pictures["temperature"] = plots.temperature_curve(fitted, title=f"{args.method}, {name}, validation images")
         for kind, figure in pictures.items():
             figure.savefig(args.log_dir / f"{kind}_{name}.png", dpi=150)

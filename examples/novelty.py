@@ -23,7 +23,7 @@ from sections import write_section
 from torch import nn
 
 from bayesify import bayesify, fit_novelty, metrics, predict
-from bayesify.quality.distances import KINDS, Moments
+from bayesify.quality.metrics import KINDS, Moments
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/novelty"

@@ -15,7 +15,6 @@ from bayesify import active, bayesify, fit_laplace, metrics, predict
 from bayesify.prediction.predictive import ClassificationTally, MultilabelPredictive, Predictive
 from bayesify.prediction.regression import RegressionPredictive
 from bayesify.quality import conformal
-from bayesify.quality import conformal as deciding
 
 
 def classes(count, seed, *, sharp=2.0, number=4):
@@ -32,15 +31,10 @@ def predictive(probs, labels=None):
     return tally.finish(0, [labels])
 
 
-@pytest.mark.parametrize(("errors", "count"), [(0, 59), (3, 100), (50, 51), (7, 1000), (0, 1)])
-@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.99])
-def test_clopper_pearson_is_the_beta_quantile(errors, count, confidence):
-    expected = stats.beta.ppf(confidence, errors + 1, count - errors)
-    assert metrics.clopper_pearson(errors, count, confidence) == pytest.approx(expected, abs=1e-9)
-    assert metrics.clopper_pearson(count, count) == 1
-    assert deciding.binomial_tail(errors, count, 0.03) == pytest.approx(stats.binom.cdf(errors, count, 0.03), abs=1e-12)
-    with pytest.raises(ValueError, match="errors must be"):
-        metrics.clopper_pearson(2, 1)
+def test_binomial_tails_are_scipys():
+    errors, counts = torch.tensor([0, 3, 50, 7, 0]), torch.tensor([59, 100, 51, 1000, 1])
+    expected = torch.from_numpy(stats.binom.cdf(errors, counts, 0.03))
+    torch.testing.assert_close(conformal.binomial_tails(errors, counts, 0.03), expected, atol=1e-12, rtol=1e-9)
 
 
 def test_the_abstention_threshold_keeps_its_promise():

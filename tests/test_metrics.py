@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bayesify.quality.calibration
 import bayesify.quality.conformal
-import bayesify.quality.distances
 import bayesify.quality.metrics
 import bayesify.quality.regression
-import bayesify.quality.temperature
 from bayesify import metrics
 
 CLASSIFICATION = {
@@ -293,7 +292,7 @@ def test_bad_arguments_are_refused(call, kind, message):
         call()
 
 
-MODULES = ("conformal", "distances", "metrics", "regression", "temperature")
+MODULES = ("calibration", "conformal", "metrics", "regression")
 
 
 @pytest.mark.parametrize("module", [getattr(bayesify.quality, name) for name in MODULES], ids=MODULES)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bayesify import bayesify, fit_laplace, fit_novelty, load, mix, predict, save
 from bayesify.prediction.novelty import Novelty
 from bayesify.quality.conformal import conformal_pvalues
-from bayesify.quality.distances import BANK, Moments, whitened
+from bayesify.quality.metrics import BANK, Moments, whitened
 
 
 def rng(seed=0):

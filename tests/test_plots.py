@@ -13,7 +13,6 @@ import bayesify.quality.plots
 import bayesify.quality.report
 from bayesify import metrics, plots
 from bayesify.prediction.predictive import Predictive
-from bayesify.quality import drawing
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -55,7 +54,7 @@ def test_many_bins_show_bars_without_numbers():
 
 @pytest.mark.parametrize(("count", "short"), [(9999, "9999"), (10_000, "10k"), (999_499, "999k"), (2 * 10**7, "20M")])
 def test_counts_are_written_short(count, short):
-    assert drawing.short(count) == short
+    assert plots.short(count) == short
 
 
 def test_pictures_can_be_drawn_on_axes_of_ones_own():
@@ -67,9 +66,10 @@ def test_pictures_can_be_drawn_on_axes_of_ones_own():
         assert ax.lines
 
 
-def test_reliability_pair_shows_before_and_after():
-    left, right = plots.reliability_pair(LOGITS, LABELS, FITTED).axes
-    assert (left.get_title(), right.get_title()) == ("Before: T = 1", f"After: T = {float(FITTED):.3f}")
+def test_before_and_after_temperature_scaling():
+    out = Predictive.from_logits(LOGITS, LABELS)
+    left, right = plots.before_after(out, out.tempered(FITTED), names=("T = 1", "tempered")).axes
+    assert (left.get_title(), right.get_title()) == ("T = 1", "tempered")
     assert f"NLL {FITTED.nll_before:.4f}" in texts(left)[-1]
     assert f"NLL {FITTED.nll:.4f}" in texts(right)[-1]
 
@@ -83,7 +83,7 @@ def test_before_and_after_show_calibration_and_confidence_in_what_was_never_seen
         assert (reliability.get_title(), histogram.get_xlabel()) == ("AB"[i], "Confidence")
         assert f"NLL {out.scores['nll']:.4f}" in texts(reliability)[-1]
         auroc = metrics.auroc(-out.confidence, -ood.confidence)
-        assert texts(histogram) == [f"AUROC {auroc:.4f}\n{ood.confidence.mean():.1%} sure of the unknown"]
+        assert texts(histogram) == [f"AUROC {auroc:.4f}\nOOD confidence {ood.confidence.mean():.1%}"]
     assert len(plots.before_after(before, after).axes) == 2
     with pytest.raises(ValueError, match="a prediction has none; predict batches of"):
         plots.before_after(before, strange[0])
@@ -99,7 +99,7 @@ def test_after_shows_the_alarm_where_there_is_one():
     left, right = figure.axes[2:]
     assert (left.get_xlabel(), right.get_xlabel()) == ("Confidence", "Novelty")
     share = float((known.novelty_pvalue <= 0.05).double().mean())
-    assert texts(right) == [f"alarm: 100.0% of the strange,\n{share:.1%} false alarms"]
+    assert texts(right) == [f"alarm: 100.0% of OOD data,\n{share:.1%} false alarms"]
     threshold = float(known.novelty[known.novelty_pvalue > 0.05].max())
     assert right.lines[0].get_xdata()[0] == pytest.approx(threshold)
 
@@ -181,7 +181,7 @@ import matplotlib
 before = matplotlib.rcParams.copy()
 logits, labels = torch.tensor([[3.0, 0.0], [1.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1, 0])
 fitted = metrics.fit_temperature(logits, labels)
-plots.reliability_pair(logits, labels, fitted).canvas.draw()
+plots.reliability_diagram(fitted.apply(logits), labels).canvas.draw()
 plots.temperature_curve(fitted).canvas.draw()
 assert 'matplotlib.pyplot' not in sys.modules
 assert dict.__eq__(before, matplotlib.rcParams)

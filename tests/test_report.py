@@ -2,7 +2,9 @@
 
 import base64
 import copy
+import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -20,15 +22,8 @@ pytest.importorskip("matplotlib")
 
 
 def predictive(logits, labels=None, *, keep=True):
-    """What `predict` returns, as far as the report looks at it."""
-    samples = logits.softmax(-1)
-    probs = samples.mean(0)
-    entropy, information = metrics.entropy(probs), metrics.mutual_information(samples)
-    fields = {
-        "probs": probs, "logits": logits if keep else None, "labels": labels, "confidence": probs.amax(1),
-        "entropy": entropy, "mutual_information": information, "expected_entropy": entropy - information,
-    }  # fmt: skip
-    return SimpleNamespace(**fields)
+    out = Predictive.from_logits(logits, labels)
+    return out if keep else replace(out, logits=None)
 
 
 class Reader(HTMLParser):
@@ -108,8 +103,7 @@ def test_report_is_self_contained_and_its_pictures_are_images(page):
     assert [image["alt"] for image in page.images] == [
         "Top label: the highest probability of each example",
         "Pooled: the probabilities of all classes",
-        "Before: T = 1",
-        f"After: T = {float(FITTED):.3f}",
+        f"Top label at T = {float(FITTED):.3f}",
         "Likelihood by temperature",
         "Error rate when the uncertain examples are refused",
         "Entropy of right and wrong predictions",
@@ -248,3 +242,42 @@ def test_the_largest_gap_is_told_with_its_count(tmp_path):
     gaps = [float((a - c).abs()) if n else -1.0 for a, c, n in columns]
     count = int(table.counts[gaps.index(max(gaps))])
     assert f"that of {count} examples" in plots.report(predictive(LOGITS, LABELS), tmp_path / "r.html").read_text()
+
+
+def window(scale, seed, count=300):
+    """The prediction of a model with novelty for data of some scale."""
+    novelty = scale * torch.rand(count, generator=torch.Generator().manual_seed(seed))
+    out = Predictive.from_logits(LOGITS[:, :count] / scale, LABELS[:count])
+    return replace(out, novelty=novelty, novelty_pvalue=(1 - novelty).clamp_min(0.01))
+
+
+def test_a_window_of_production_data_is_compared_with_the_validation_set(tmp_path):
+    validation, same, other = window(1, 0), window(1, 1), window(3, 2)
+    numbers = {}
+    for name, found in {"same": same, "other": other}.items():
+        path = plots.report(found, tmp_path / f"{name}.json", validation=validation, threshold=0.6)
+        numbers[name] = json.loads(path.read_text())["Compared with the validation set"]
+    table = numbers["other"]
+    shares = {
+        k: float((v.confidence < 0.6).double().mean()) for k, v in {"Validation": validation, "Window": other}.items()
+    }
+    assert table["Abstention rate"] == pytest.approx(shares)
+    assert table["Alarms"]["Window"] == pytest.approx(float(other.alarm().double().mean()))
+    assert table["Confidence"]["Validation"] == pytest.approx(float(validation.confidence.mean()))
+    assert table["Novelty p-value"]["Window"] == pytest.approx(float(other.novelty_pvalue.median()))
+    assert numbers["same"]["Novelty"]["First alarm"] is None and table["Novelty"]["First alarm"] > 0
+    assert numbers["same"]["notes"][0].startswith("No drift") and "novelty is higher" in table["notes"][0]
+    page = Reader(plots.report(other, tmp_path / "page.html", validation=validation).read_text())
+    assert "Compared with the validation set" in page.text and "Validation" in page.text
+    assert page.values_of("Alarms") == pytest.approx(list(table["Alarms"].values()), abs=1e-4)
+
+
+def test_a_window_of_a_regression_is_compared(tmp_path):
+    model = make_bayesian(torch.nn.Linear(3, 1), "vi", prior_sig=1.0, init_sig=0.1)
+    near, far = (predict(model, s * torch.randn(200, 3), samples=5, seed=0, task="regression") for s in (1, 5))
+    path = plots.report(far.with_noise(0.1), tmp_path / "r.json", validation=near.with_noise(0.1))
+    table = json.loads(path.read_text())["Compared with the validation set"]
+    assert table["Standard deviation"]["First alarm"] is not None
+    assert table["Epistemic"]["Window"] > table["Epistemic"]["Validation"]
+    with pytest.raises(TypeError, match="validation must hold a regression"):
+        plots.report(far, tmp_path / "r.json", validation=Predictive.from_logits(LOGITS))

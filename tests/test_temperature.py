@@ -8,8 +8,8 @@ import torch
 
 from bayesify import metrics
 from bayesify.prediction.predictive import Predictive
+from bayesify.quality.calibration import tempered_probs
 from bayesify.quality.metrics import TemperatureError, fit_temperature
-from bayesify.quality.temperature import tempered_probs
 
 
 def overconfident(n=500, classes=4, samples=None, seed=0):

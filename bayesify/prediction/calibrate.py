@@ -24,8 +24,8 @@ from bayesify.prediction.batches import as_batches, own_places, rereadable, valu
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
+from bayesify.quality.calibration import TemperatureError, fit_temperature
 from bayesify.quality.regression import fit_noise
-from bayesify.quality.temperature import TemperatureError, fit_temperature
 
 logger = logging.getLogger("bayesify")
 M = TypeVar("M", bound=nn.Module)

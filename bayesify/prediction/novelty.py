@@ -22,7 +22,7 @@ from bayesify.prediction.batches import as_batches, split_batch
 from bayesify.prediction.last_layer import Call, Reader, host_of, posteriors_of
 from bayesify.prediction.view import can_be_viewed, evaluation, view
 from bayesify.quality.conformal import conformal_pvalues
-from bayesify.quality.distances import Moments, Reference
+from bayesify.quality.metrics import Moments, Reference
 
 PLACES = ("mean", "prior")
 ATTRIBUTE = "novelty"

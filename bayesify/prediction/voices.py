@@ -14,7 +14,7 @@ from bayesify.prediction.gaussian import GaussianLogits, Spread, normal_points
 from bayesify.prediction.last_layer import base_of, hidden, pooled, same_output
 from bayesify.prediction.novelty import Novelty
 from bayesify.prediction.predict import is_plain
-from bayesify.quality.distances import Reference
+from bayesify.quality.metrics import Reference
 
 
 class PointVoice(nn.Module):

@@ -15,8 +15,10 @@ ArrayT = TypeVar("ArrayT", bound=Array)
 _SUM_TOLERANCE = 1e-4
 
 
-def _no_array(values: object, name: str) -> TypeError:
-    """Return the error for what is neither a tensor nor an array."""
+def _require_array(values: object, name: str) -> None:
+    """Raise for what is neither a tensor nor an array."""
+    if isinstance(values, Tensor | np.ndarray):
+        return
     if values is None:
         fix = "the data had none: give predict batches of (inputs, labels)"
     elif isinstance(values, (list, tuple)) and values and isinstance(values[0], str):
@@ -25,13 +27,12 @@ def _no_array(values: object, name: str) -> TypeError:
         fix = f"it is what predict returned: pass its .{name}"
     else:
         fix = "use torch.tensor(...)"
-    return TypeError(f"{name} must be a tensor or a numpy array, got {type(values).__name__}; {fix}")
+    raise TypeError(f"{name} must be a tensor or a numpy array, got {type(values).__name__}; {fix}")
 
 
 def to_double(values: Array, name: str) -> Tensor:
     """Return finite, non-empty floating-point `values` as a float64 tensor on the CPU."""
-    if not isinstance(values, Tensor | np.ndarray):
-        raise _no_array(values, name)
+    _require_array(values, name)
     floating = values.is_floating_point() if isinstance(values, Tensor) else values.dtype.kind == "f"
     if not floating:
         raise TypeError(f"{name} must be floating-point, got dtype {values.dtype}; use .double() or .astype(float)")
@@ -41,8 +42,7 @@ def to_double(values: Array, name: str) -> Tensor:
         tensor = torch.from_numpy(np.array(values, dtype=np.float64))
     if tensor.numel() == 0:
         raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}; check the data behind it")
-    bad = int((~tensor.isfinite()).sum())
-    if bad:
+    if bad := int((~tensor.isfinite()).sum()):
         raise ValueError(
             f"{name} must be finite, got NaN or infinity in {bad} of {tensor.numel()} values; "
             "nothing is dropped here: repair the model or the data that made them"
@@ -52,8 +52,7 @@ def to_double(values: Array, name: str) -> Tensor:
 
 def to_labels(labels: Array, count: int, classes: int) -> Tensor:
     """Return `count` integer labels below `classes` as an int64 tensor on the CPU."""
-    if not isinstance(labels, Tensor | np.ndarray):
-        raise _no_array(labels, "labels")
+    _require_array(labels, "labels")
     if isinstance(labels, Tensor):
         integral = labels.dtype != torch.bool and not (labels.is_floating_point() or labels.is_complex())
     else:
@@ -96,28 +95,18 @@ def to_probs(probs: Array, name: str, shape: str) -> Tensor:
     return p
 
 
+def to_classes(probs: Array, labels: Array) -> tuple[Tensor, Tensor]:
+    """Return probabilities (N, K) and labels (N,) that fit together."""
+    p = to_probs(probs, "probs", "(N, K)")
+    return p, to_labels(labels, len(p), p.shape[1])
+
+
 def to_scores(scores: Array, name: str) -> Tensor:
     """Return one-dimensional scores as a float64 tensor."""
     values = to_double(scores, name)
     if values.dim() != 1:
         raise ValueError(f"{name} must have shape (N,), one score per example, got {tuple(values.shape)}; flatten it")
     return values
-
-
-def like(values: Tensor, reference: ArrayT) -> ArrayT:
-    """Return `values` with the type, the precision (float32 at least) and the device of `reference`."""
-    result: Array
-    if isinstance(reference, Tensor):
-        result = values.to(torch.promote_types(reference.dtype, torch.float32)).to(reference.device)
-    else:
-        result = values.numpy().astype(np.promote_types(reference.dtype, np.float32))
-    return cast(ArrayT, result)
-
-
-def to_classes(probs: Array, labels: Array) -> tuple[Tensor, Tensor]:
-    """Return probabilities (N, K) and labels (N,) that fit together."""
-    p = to_probs(probs, "probs", "(N, K)")
-    return p, to_labels(labels, len(p), p.shape[1])
 
 
 def to_logits(logits: Array) -> Tensor:
@@ -129,3 +118,13 @@ def to_logits(logits: Array) -> Tensor:
             "the logit z of a binary model becomes the two columns [0, z]"
         )
     return values if values.dim() == 3 else values.unsqueeze(0)
+
+
+def like(values: Tensor, reference: ArrayT) -> ArrayT:
+    """Return `values` with the type, the precision (float32 at least) and the device of `reference`."""
+    result: Array
+    if isinstance(reference, Tensor):
+        result = values.to(reference.device, torch.promote_types(reference.dtype, torch.float32))
+    else:
+        result = values.numpy().astype(np.promote_types(reference.dtype, np.float32))
+    return cast(ArrayT, result)

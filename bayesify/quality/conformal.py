@@ -1,4 +1,4 @@
-"""Statements with a guarantee, whatever the model: conformal sets, intervals and p-values, thresholds, and drift.
+"""Guarantees that hold whatever the model: conformal sets, intervals and p-values, thresholds, and drift.
 
 The only assumption is that the data of the fit and the new data are exchangeable.
 """
@@ -21,15 +21,9 @@ INTERVAL_KINDS = ("scaled", "absolute")
 
 
 class ConformalQuantile(float):
-    """A quantile of conformal scores; `kind` is the kind of the scores."""
+    """A quantile of conformal scores, and the kind of the scores."""
 
     kind: str
-
-    def __new__(cls, value: float, kind: str) -> ConformalQuantile:
-        """Make a float that has a kind."""
-        self = super().__new__(cls, value)
-        self.kind = kind
-        return self
 
 
 def conformal_quantile(
@@ -74,9 +68,11 @@ def conformal_quantile(
     else:
         error = (predictive.targets() - predictive.mean).abs()
         scores = (error / half_width(predictive, kind)).flatten()
-    # Rounded in integers where they are meant: 0.9 * 10 may land above 9.
+    # Rounded before the ceiling: 0.9 * 10 may land above 9.
     rank = math.ceil(round((len(scores) + 1) * (1 - alpha), 9))
-    return ConformalQuantile(float(scores.sort().values[rank - 1]) if rank <= len(scores) else math.inf, kind)
+    quantile = ConformalQuantile(scores.sort().values[rank - 1] if rank <= len(scores) else math.inf)
+    quantile.kind = kind
+    return quantile
 
 
 def conformal_sets(probs: Array, quantile: float, kind: str | None = None, *, seed: int = 0) -> Tensor:
@@ -97,11 +93,10 @@ def mass_up_to(p: Tensor, seed: int) -> Tensor:
 
 
 def half_width(predictive: Any, kind: str) -> Tensor:
-    """Return what a regression's conformal scores are measured in."""
-    mean: Tensor = predictive.mean
-    if kind == "absolute":
-        return torch.ones_like(mean)
+    """Return the unit of a regression's conformal scores."""
     std: Tensor = predictive.std
+    if kind == "absolute":
+        return torch.ones_like(std)
     if bool((std <= 0).any()):
         raise ValueError("the prediction has a std of 0, by which no error can be scaled; pass kind='absolute'")
     return std
@@ -109,13 +104,12 @@ def half_width(predictive: Any, kind: str) -> Tensor:
 
 def kind_of(quantile: float, kind: str | None, kinds: tuple[str, ...]) -> str:
     """Return the kind of scores that a quantile is about: its own, or the one given for a plain number."""
-    own = getattr(quantile, "kind", None)
-    found = own or kind or kinds[0]
+    found: str = getattr(quantile, "kind", kind) or kinds[0]
     if found not in kinds or kind not in (None, found):
         raise ValueError(
             f"the quantile is one of {found!r} scores, which does not fit; make one with conformal_quantile"
         )
-    return str(found)
+    return found
 
 
 def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
@@ -133,7 +127,6 @@ def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
 
 # -- a threshold on the confidence -------------------------------------------------------------------------------------
 
-_BISECTIONS = 60
 _AT_ONCE = 64  # tests of a sequence
 _STARTS = 19  # besides a quarter of the examples
 
@@ -141,13 +134,7 @@ _STARTS = 19  # besides a quarter of the examples
 class Threshold(float):
     """The confidence from which on a model may answer; infinite where no answer is safe, for the `reason`."""
 
-    reason: str
-
-    def __new__(cls, value: float, reason: str = "") -> Threshold:
-        """Make a float that can say why it is infinite."""
-        self = super().__new__(cls, value)
-        self.reason = reason
-        return self
+    reason: str = ""
 
     def __repr__(self) -> str:
         return f"{float(self)!r} ({self.reason})" if self.reason else repr(float(self))
@@ -193,8 +180,10 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
     ends = torch.cat([values[1:] != values[:-1], torch.tensor([True])]).nonzero().flatten()
     count, level = len(p), 1 - confidence
     least, small = (math.ceil(math.log(share) / math.log1p(-max_risk)) for share in (level, level / 2 / _STARTS))
+    refused = Threshold(math.inf)
     if count < least:
-        return Threshold(math.inf, f"too few examples: {count}, at least {least} are needed")
+        refused.reason = f"too few examples: {count}, at least {least} are needed"
+        return refused
     few = small > count / 2
     sizes = [math.ceil(small * (count / small) ** (k / _STARTS)) for k in range(0 if few else _STARTS)]
     quarter = max(count // 4, least)
@@ -203,10 +192,11 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
         _reached(errors, ends, sizes, max_risk, level / 2 / _STARTS),
     )
     if reached >= 0:
-        return Threshold(float(values[reached]))
+        return Threshold(values[reached])
     first = int(ends[torch.searchsorted(ends, min([quarter, *sizes]) - 1)])
-    said = f"{int(errors[first])} of the {first + 1} most confident are wrong"
-    return Threshold(math.inf, f"no subset is good enough: {said}, which is no proof of {max_risk:g} at most")
+    found = f"{int(errors[first])} of the {first + 1} most confident are wrong"
+    refused.reason = f"no subset is good enough: {found}, which is no proof of {max_risk:g} at most"
+    return refused
 
 
 def _reached(errors: Tensor, ends: Tensor, sizes: Sequence[int], max_risk: float, level: float) -> int:
@@ -226,44 +216,8 @@ def _reached(errors: Tensor, ends: Tensor, sizes: Sequence[int], max_risk: float
     return int(ends[reached]) if reached >= 0 else -1
 
 
-def clopper_pearson(errors: int, count: int, confidence: float = 0.95) -> float:
-    """Upper bound of an error rate: the largest r with P(Bin(count, r) <= errors) >= 1 - confidence.
-
-    Args:
-        errors: How many were wrong.
-        count: Of how many.
-        confidence: The probability that the bound holds.
-
-    Returns:
-        The bound; 1 where all were wrong.
-
-    Example:
-        >>> round(clopper_pearson(0, 59), 4)
-        0.0495
-    """
-    if not 0 <= errors <= count or count < 1:
-        raise ValueError(f"errors must be in 0..count, got {errors} of {count}")
-    if errors == count:
-        return 1.0
-    low, high = errors / count, 1.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if binomial_tail(errors, count, middle) >= 1 - confidence:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def binomial_tail(errors: int, count: int, rate: float) -> float:
-    """Return P(Bin(count, rate) <= errors)."""
-    return float(binomial_tails(torch.tensor([errors]), torch.tensor([count]), rate))
-
-
 def binomial_tails(errors: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Return P(Bin(n, r) <= e), the sum of C(n, k) r^k (1 - r)^(n - k) for k = 0..e by logarithms, for every (e, n)."""
-    if rate >= 1:
-        return (errors >= counts).double()
     k = torch.arange(int(errors.max()) + 1, dtype=torch.float64)
     n = counts.double().unsqueeze(1)
     ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma((n - k).clamp_min(0) + 1)
@@ -273,21 +227,15 @@ def binomial_tails(errors: Tensor, counts: Tensor, rate: float) -> Tensor:
 
 # -- drift -------------------------------------------------------------------------------------------------------------
 
-BETS = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9], dtype=torch.float64)
-"""The powers of p that are betted on; all with the same stake."""
+BETS = torch.arange(1, 10, dtype=torch.float64) / 10  # the powers of p that are bet on, all with the same stake
 
 
 @dataclass(frozen=True, eq=False)
 class Drift:
-    """What `drift` found.
+    """What `drift` found."""
 
-    Attributes:
-        wealth: The wealth after each p-value, (T,): how many times its stake a gambler has who bets on small ones.
-        threshold: 1/false_alarms, at which the alarm is raised.
-    """
-
-    wealth: Tensor
-    threshold: float
+    wealth: Tensor  # after each p-value, (T,): how many times the stake a gambler has who bets on small ones
+    threshold: float  # 1/false_alarms, at which the alarm is raised
 
     @property
     def at(self) -> int | None:
@@ -301,9 +249,9 @@ class Drift:
         return self.at is not None
 
     def __repr__(self) -> str:
-        said = "no alarm" if self.at is None else f"alarm at {self.at}"
+        found = "no alarm" if self.at is None else f"alarm at {self.at}"
         return (
-            f"Drift({len(self.wealth)} p-values, {said}, wealth {float(self.wealth[-1]):.3g} of {self.threshold:.3g})"
+            f"Drift({len(self.wealth)} p-values, {found}, wealth {float(self.wealth[-1]):.3g} of {self.threshold:.3g})"
         )
 
 
@@ -351,11 +299,11 @@ def _independent(p: Tensor, held_out: int, seed: int) -> Tensor:
 
     A p-value k/(n + 1) puts an input between the k - 1 stranger held-out examples and the others.
     """
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.rand(2, len(p), generator=generator, dtype=torch.float64)
+    noise = torch.rand(2, len(p), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     stranger = (p * (held_out + 1)).round() - 1
-    places, earlier, found = (stranger + noise[0]).tolist(), list[float](), list[float]()
-    for t, (k, place, u) in enumerate(zip(stranger.tolist(), places, noise[1].tolist(), strict=True), start=1):
+    earlier, found = list[float](), list[float]()
+    rows = zip(stranger.tolist(), (stranger + noise[0]).tolist(), noise[1].tolist(), strict=True)
+    for t, (k, place, u) in enumerate(rows, start=1):
         before = bisect.bisect_left(earlier, place)
         found.append((k + before + u) / (held_out + t))
         earlier.insert(before, place)

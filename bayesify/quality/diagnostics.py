@@ -20,20 +20,12 @@ TAILS = (0.05, 0.95)
 
 
 class Diagnosis(NamedTuple):
-    """How well chains have mixed: the largest R-hat and the smallest effective sample sizes of all quantities.
-
-    Attributes:
-        rhat: R-hat.
-        ess: The effective sample size of the bulk.
-        chains: How many chains there are.
-        draws: How many draws each has.
-        tail_ess: The effective sample size of the tails.
-    """
+    """How well chains have mixed: the largest R-hat and the smallest effective sample sizes of all quantities."""
 
     rhat: float
-    ess: float
+    ess: float  # of the bulk
     chains: int
-    draws: int
+    draws: int  # of each chain
     tail_ess: float
 
     @property
@@ -71,7 +63,7 @@ def diagnose(values: Array) -> Diagnosis:
 
 
 def rhat(values: Array, *, kind: str = "rank") -> Tensor:
-    """Return the split R-hat of every quantity: 1 where the chains agree.
+    """Return the split R-hat of every quantity in float64: 1 where the chains agree.
 
     Each chain is cut into halves of n draws, which makes M chains. With W the mean of their variances and B/n the
     variance of their means, R = sqrt(((n-1)/n W + B/n)/W). Where nothing moves it is 1, or infinite if the chains
@@ -82,9 +74,6 @@ def rhat(values: Array, *, kind: str = "rank") -> Tensor:
         kind: "rank" is the larger R of the ranks' normal scores, Phi^-1((rank - 3/8)/(M n + 1/4)), and of those of the
             distances to the median, which sees chains that differ in scale (Vehtari et al. 2021). "split" is R of the
             values themselves, which heavy tails and scales deceive.
-
-    Returns:
-        One number per quantity, in float64.
 
     Example:
         >>> rhat([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]], kind="split")
@@ -99,7 +88,7 @@ def rhat(values: Array, *, kind: str = "rank") -> Tensor:
 
 
 def ess(values: Array, *, kind: str = "bulk") -> Tensor:
-    """Return how many independent draws would estimate every quantity as well.
+    """Return how many independent draws would estimate every quantity as well, in float64.
 
     M n/tau for the M halves of n draws each, tau = -1 + 2 sum_k P_k, with P_k = rho_2k + rho_2k+1 summed while they are
     positive, each at most the one before (Geyer 1992); rho_t = 1 - (W - mean of the autocovariances at lag t)/V, where
@@ -110,9 +99,6 @@ def ess(values: Array, *, kind: str = "bulk") -> Tensor:
         values: (chains, draws, ...).
         kind: "bulk" is about the ranks' normal scores, as in `rhat`; "tail" the smaller one of the indicators
             x <= the 5% and x <= the 95% quantile; "mean" about the values themselves.
-
-    Returns:
-        One number per quantity, in float64.
 
     Example:
         >>> bool(ess(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))) > 1500)
@@ -129,43 +115,6 @@ def ess(values: Array, *, kind: str = "bulk") -> Tensor:
 def _check_kind(kind: str, kinds: tuple[str, ...]) -> None:
     if kind not in kinds:
         raise ValueError(f"kind must be one of {list(kinds)}, got {kind!r}")
-
-
-def _ratio(halves: Tensor) -> Tensor:
-    """Return sqrt(V/W)."""
-    within, total = _variances(halves)
-    return torch.where(within > 0, (total / within).sqrt(), torch.where(total > 0, math.inf, 1.0))
-
-
-def _scores(halves: Tensor) -> Tensor:
-    """Return the normal scores of the ranks among all draws; equal values share their mean rank."""
-    columns = halves.reshape(halves.shape[0] * halves.shape[1], -1).T.contiguous()
-    ordered = columns.sort().values
-    above = torch.searchsorted(ordered, columns) + torch.searchsorted(ordered, columns, right=True)
-    ranks = (above.double() + 1) / 2
-    scores: Tensor = torch.special.ndtri((ranks - 0.375) / (columns.shape[1] + 0.25))
-    return scores.T.reshape(halves.shape)
-
-
-def _quantile(x: Tensor, q: float) -> Tensor:
-    """Return the quantile of all draws of every quantity; torch.quantile has a largest size."""
-    return torch.as_tensor(np.quantile(x.numpy(), q, axis=(0, 1)))
-
-
-def _size(halves: Tensor) -> Tensor:
-    """Return the effective sample size of the mean."""
-    count, n = halves.shape[:2]
-    within, total = _variances(halves)
-    moving = within > 0
-    mean_autocovariance = _autocovariances(halves).mean(0)
-    rho = 1 - (within - mean_autocovariance) / torch.where(moving, total, 1.0)
-    rho[0] = 1
-    pairs = rho[0 : n // 2 * 2 : 2] + rho[1 : n // 2 * 2 : 2]
-    positive = (pairs > 0).long().cumprod(0)
-    tau = 2 * (pairs.cummin(0).values * positive).sum(0) - 1
-    size = count * n
-    found = size / tau.clamp_min(1 / math.log10(size))
-    return torch.where(moving, found, torch.where(total > 0, 1.0, float(size)))
 
 
 def _checked(values: Array) -> Tensor:
@@ -187,17 +136,45 @@ def _halves(x: Tensor) -> Tensor:
     return torch.cat([x[:, :n], x[:, -n:]])
 
 
+def _quantile(x: Tensor, q: float) -> Tensor:
+    """Return the quantile of all draws of every quantity; torch.quantile has a largest size."""
+    return torch.as_tensor(np.quantile(x.numpy(), q, axis=(0, 1)))
+
+
+def _scores(halves: Tensor) -> Tensor:
+    """Return the normal scores of the ranks among all draws; equal values share their mean rank."""
+    columns = halves.reshape(halves.shape[0] * halves.shape[1], -1).T.contiguous()
+    ordered = columns.sort().values
+    above = torch.searchsorted(ordered, columns) + torch.searchsorted(ordered, columns, right=True)
+    ranks = (above.double() + 1) / 2
+    scores: Tensor = torch.special.ndtri((ranks - 0.375) / (columns.shape[1] + 0.25))
+    return scores.T.reshape(halves.shape)
+
+
 def _variances(halves: Tensor) -> tuple[Tensor, Tensor]:
-    """Return W and (n-1)/n W + B/n."""
+    """Return W and V = (n-1)/n W + B/n."""
     n = halves.shape[1]
     within = halves.var(1).mean(0)
     return within, (n - 1) / n * within + halves.mean(1).var(0)
 
 
-def _autocovariances(halves: Tensor) -> Tensor:
-    """Return 1/n sum_i (x_i - mean)(x_i+t - mean) for all lags t, by a Fourier transform of twice the length."""
-    n = halves.shape[1]
-    away = halves - halves.mean(1, keepdim=True)
-    spectrum = torch.fft.rfft(away, n=2 * n, dim=1)
-    sums: Tensor = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=1)
-    return sums[:, :n] / n
+def _ratio(halves: Tensor) -> Tensor:
+    """Return sqrt(V/W)."""
+    within, total = _variances(halves)
+    return torch.where(within > 0, (total / within).sqrt(), torch.where(total > 0, math.inf, 1.0))
+
+
+def _size(halves: Tensor) -> Tensor:
+    """Return the effective sample size of the mean; autocovariances by a Fourier transform of twice the length."""
+    count, n = halves.shape[:2]
+    within, total = _variances(halves)
+    spectrum = torch.fft.rfft(halves - halves.mean(1, keepdim=True), n=2 * n, dim=1)
+    autocovariances = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=1)[:, :n] / n
+    rho = 1 - (within - autocovariances.mean(0)) / torch.where(within > 0, total, 1.0)
+    rho[0] = 1
+    pairs = rho[0 : n // 2 * 2 : 2] + rho[1 : n // 2 * 2 : 2]
+    positive = (pairs > 0).long().cumprod(0)
+    tau = 2 * (pairs.cummin(0).values * positive).sum(0) - 1
+    size = count * n
+    found = size / tau.clamp_min(1 / math.log10(size))
+    return torch.where(within > 0, found, torch.where(total > 0, 1.0, float(size)))

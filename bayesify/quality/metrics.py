@@ -1,103 +1,57 @@
 """Scores of predictive distributions: proper scores, calibration, uncertainties and out-of-distribution detection.
 
-Every function takes probabilities or scores, as tensors or numpy arrays, and computes in float64. Scalars are Python
-floats; quantities per example come back in the type that went in. Nothing is dropped or repaired: every function
-raises `TypeError` for values that are not floating-point or labels that are not integers, and `ValueError` for
-input that is empty, NaN, infinite, misshapen, out of range, or logits in place of probabilities.
+Every function takes tensors or numpy arrays and computes in float64: `probs` are probabilities (N, K), `labels` integer
+classes (N,). Scalars are Python floats, means over the examples; quantities per example come back in the type that went
+in. Nothing is dropped or repaired: every function raises `TypeError` for values that are not floating-point or labels
+that are not integers, and `ValueError` for input that is empty, NaN, infinite, misshapen, out of range, or logits in
+place of probabilities.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn import functional as F
 
-from bayesify.quality.arrays import Array, ArrayT, like, to_classes, to_double, to_logits, to_probs, to_scores
-from bayesify.quality.conformal import (
-    ConformalQuantile,
-    Drift,
-    abstain_threshold,
-    clopper_pearson,
-    conformal_quantile,
-    drift,
+from bayesify.quality.arrays import (
+    Array,
+    ArrayT,
+    like,
+    to_classes,
+    to_double,
+    to_labels,
+    to_logits,
+    to_probs,
+    to_scores,
 )
-from bayesify.quality.distances import feature_distance
+from bayesify.quality.calibration import (
+    Kind,
+    Reliability,
+    Temperature,
+    TemperatureError,
+    ece,
+    fit_temperature,
+    mce,
+    reliability,
+)
+from bayesify.quality.conformal import ConformalQuantile, Drift, abstain_threshold, conformal_quantile, drift
 from bayesify.quality.regression import crps, fit_noise, gaussian_nll, interval_coverage, interval_score
-from bayesify.quality.temperature import Temperature, TemperatureError, fit_temperature
 
 __all__ = [
-    "ConformalQuantile", "Drift", "Reliability", "RiskCoverage", "Temperature", "TemperatureError",
-    "abstain_threshold", "aurc", "auroc", "brier", "clopper_pearson", "conformal_quantile", "crps", "drift", "ece",
-    "energy", "entropy", "error", "feature_distance", "fit_noise", "fit_temperature", "fpr95", "gaussian_nll",
-    "interval_coverage", "interval_score", "mce", "mutual_information", "nll", "reliability", "risk_coverage",
+    "ConformalQuantile", "Drift", "Kind", "Reliability", "RiskCoverage", "Temperature", "TemperatureError",
+    "abstain_threshold", "aurc", "auroc", "brier", "conformal_quantile", "crps", "drift", "ece", "energy", "entropy",
+    "error", "feature_distance", "fit_noise", "fit_temperature", "fpr95", "gaussian_nll", "interval_coverage",
+    "interval_score", "mce", "mutual_information", "nll", "reliability", "risk_coverage",
 ]  # fmt: skip
-
-Kind: TypeAlias = Literal["top", "pooled"]
-
-_KINDS = get_args(Kind)
-
-
-@dataclass(frozen=True, eq=False)
-class Reliability:
-    """Confidence and accuracy by bin; empty bins have count, accuracy and confidence zero.
-
-    Attributes:
-        edges: The M + 1 edges of the bins.
-        counts: How many predictions each bin holds.
-        accuracy: The fraction of each bin's predictions that came true.
-        confidence: The mean probability of each bin.
-    """
-
-    edges: Tensor
-    counts: Tensor
-    accuracy: Tensor
-    confidence: Tensor
-
-    @property
-    def ece(self) -> float:
-        r"""Expected calibration error :math:`\sum_m \frac{|B_m|}{\sum_j |B_j|} |acc_m - conf_m|`."""
-        return float((self.counts * self._gaps).sum() / self.counts.sum())
-
-    @property
-    def ece_debiased(self) -> float:
-        r"""The ECE without what noise alone adds to it, 2 ECE - E[ECE*], at least 0 (Kumar, Liang and Ma 2019).
-
-        ECE* is the score of another sample of labels, in which the gap of bin m is
-        :math:`N(g, s^2), g = acc_m - conf_m, s^2 = acc_m (1 - acc_m) / |B_m|`, so that
-        :math:`E|N(g, s^2)| = s \sqrt{2/\pi} \exp(-g^2/2s^2) + g \, \mathrm{erf}(g/(s \sqrt 2))`.
-        """
-        gap = self._gaps
-        s = (self.accuracy * (1 - self.accuracy) / self.counts.clamp_min(1)).sqrt().clamp_min(1e-12)
-        again = s * math.sqrt(2 / math.pi) * torch.exp(-((gap / s) ** 2) / 2) + gap * torch.erf(
-            gap / (s * math.sqrt(2))
-        )
-        return max(0.0, float((self.counts * (2 * gap - again)).sum() / self.counts.sum()))
-
-    @property
-    def mce(self) -> float:
-        r"""Maximum calibration error :math:`\max_m |acc_m - conf_m|` over the bins that are not empty."""
-        return float(self._gaps.max())
-
-    @property
-    def _gaps(self) -> Tensor:
-        return (self.accuracy - self.confidence).abs()
 
 
 def nll(probs: Array, labels: Array) -> float:
     r"""Mean negative log-likelihood :math:`-\frac{1}{N} \sum_n \log p_{n, y_n}`, in nats.
 
     It is infinite where a true class has probability zero. Where zeros come from underflow, use float64.
-
-    Args:
-        probs: Probabilities, shape (N, K).
-        labels: Integer classes, shape (N,).
-
-    Returns:
-        The mean over the examples.
 
     Example:
         >>> round(nll(torch.tensor([[0.5, 0.5], [0.25, 0.75]]), torch.tensor([0, 1])), 4)
@@ -110,13 +64,6 @@ def nll(probs: Array, labels: Array) -> float:
 def error(probs: Array, labels: Array) -> float:
     r"""Error rate :math:`\frac{1}{N} \sum_n 1[\arg\max_k p_{nk} \neq y_n]`; the first of equal classes counts.
 
-    Args:
-        probs: Probabilities, shape (N, K).
-        labels: Integer classes, shape (N,).
-
-    Returns:
-        The fraction of wrong predictions.
-
     Example:
         >>> error(torch.tensor([[0.9, 0.1], [0.8, 0.2]]), torch.tensor([0, 1]))
         0.5
@@ -128,98 +75,20 @@ def error(probs: Array, labels: Array) -> float:
 def brier(probs: Array, labels: Array) -> float:
     r"""Brier score :math:`\frac{1}{N} \sum_n \sum_k (p_{nk} - 1[y_n = k])^2`, between 0 and 2.
 
-    Args:
-        probs: Probabilities, shape (N, K).
-        labels: Integer classes, shape (N,).
-
-    Returns:
-        The mean over the examples.
-
     Example:
         >>> brier(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         0.5
     """
     p, y = to_classes(probs, labels)
-    return float((p - one_hot(y, p.shape[1])).square().sum(1).mean())
-
-
-def reliability(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> Reliability:
-    """Sort predictions into M equal bins of confidence and compare with how often they came true.
-
-    Bin m holds m/M <= p < (m+1)/M, and the last one p = 1 too. The edges are rounded to the precision of `probs`, so
-    0.7 in float32 lies on the edge 0.7.
-
-    Args:
-        probs: Probabilities, shape (N, K).
-        labels: Integer classes, shape (N,).
-        bins: The number of bins M.
-        kind: "top" bins the N highest probabilities; "pooled" all N * K probabilities, most of them near zero, which
-            makes its errors much smaller: report which kind it is.
-
-    Returns:
-        The bins, with their `ece` and `mce`.
-
-    Example:
-        >>> reliability(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]), bins=2).counts
-        tensor([0, 2])
-    """
-    p, y = to_classes(probs, labels)
-    if not isinstance(bins, int) or isinstance(bins, bool):
-        raise TypeError(f"bins must be an int, got {type(bins).__name__}; 15 is customary")
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}; 15 is customary")
-    if kind == "top":
-        confidence, top = p.max(1)
-        true = top == y
-    elif kind == "pooled":
-        confidence, true = p.flatten(), one_hot(y, p.shape[1]).flatten()
-    else:
-        raise ValueError(f"kind must be one of {_KINDS}, got {kind!r}; most papers report 'top'")
-    edges = torch.arange(bins + 1, dtype=torch.float64, device="cpu") / bins
-    return replace(binned(confidence, true, to_double(like(edges, probs), "edges")), edges=edges)
-
-
-def binned(confidence: Tensor, true: Tensor, edges: Tensor) -> Reliability:
-    """Return the bins of confidences, given whether each came true."""
-    bins = len(edges) - 1
-    bin_of = torch.bucketize(confidence, edges, right=True).sub(1).clamp(max=bins - 1)
-    counts = torch.bincount(bin_of, minlength=bins)
-    accuracy = torch.bincount(bin_of, true.double(), minlength=bins) / counts.clamp(min=1)
-    mean_confidence = torch.bincount(bin_of, confidence, minlength=bins) / counts.clamp(min=1)
-    return Reliability(edges, counts, accuracy, mean_confidence)
-
-
-def ece(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> float:
-    """Expected calibration error: `reliability(...).ece`, the gap of the bins weighted by their sizes.
-
-    Example:
-        >>> round(ece(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
-        0.25
-    """
-    return reliability(probs, labels, bins, kind).ece
-
-
-def mce(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> float:
-    """Maximum calibration error: `reliability(...).mce`, the largest gap of a bin.
-
-    Example:
-        >>> round(mce(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
-        0.4
-    """
-    return reliability(probs, labels, bins, kind).mce
+    return float((p - F.one_hot(y, p.shape[1])).square().sum(1).mean())
 
 
 @dataclass(frozen=True, eq=False)
 class RiskCoverage:
-    """The error rate among the n most certain predictions, for n = 1..N.
+    """The error rate among the n most certain predictions, for n = 1..N."""
 
-    Attributes:
-        coverage: n / N.
-        risk: The error rate at that coverage.
-    """
-
-    coverage: Tensor
-    risk: Tensor
+    coverage: Tensor  # n / N
+    risk: Tensor  # the error rate at that coverage
 
     @property
     def aurc(self) -> float:
@@ -265,18 +134,14 @@ def aurc(probs: Array, labels: Array, *, uncertainty: Array | None = None) -> fl
     return risk_coverage(probs, labels, uncertainty=uncertainty).aurc
 
 
-# -- what the model does not know --------------------------------------------------------------------------------------
+# -- uncertainties, and how well they detect out-of-distribution data --------------------------------------------------
 
 
 def auroc(scores_in: Array, scores_out: Array) -> float:
     r"""Area under the ROC curve, :math:`\frac{1}{NM} \sum_{n, m} 1[out_m > in_n] + \tfrac12 1[out_m = in_n]`.
 
-    Args:
-        scores_in: Uncertainties of in-distribution examples, shape (N,).
-        scores_out: Uncertainties of out-of-distribution examples, shape (M,).
-
-    Returns:
-        1 where every out-of-distribution score is higher, 0.5 for chance.
+    `scores_in` are uncertainties of in-distribution examples, (N,), and `scores_out` of others, (M,). It is 1 where
+    every out-of-distribution score is higher, 0.5 for chance.
 
     Example:
         >>> auroc(torch.tensor([0.1, 0.4]), torch.tensor([0.4, 0.9]))
@@ -290,12 +155,7 @@ def auroc(scores_in: Array, scores_out: Array) -> float:
 def fpr95(scores_in: Array, scores_out: Array) -> float:
     r"""False alarms :math:`\frac{1}{N} \sum_n 1[in_n \geq t]` at the highest threshold t that detects 95%.
 
-    Args:
-        scores_in: Uncertainties of in-distribution examples, shape (N,).
-        scores_out: Uncertainties of out-of-distribution examples, shape (M,).
-
-    Returns:
-        The fraction of in-distribution examples that are flagged.
+    The scores are those of `auroc`.
 
     Example:
         >>> fpr95(torch.tensor([0.1, 0.2, 0.5, 0.3]), torch.tensor([0.4, 0.9]))
@@ -310,12 +170,6 @@ def fpr95(scores_in: Array, scores_out: Array) -> float:
 def entropy(probs: ArrayT) -> ArrayT:
     r"""Entropy of each row, :math:`-\sum_k p_{nk} \log p_{nk}`, in nats.
 
-    Args:
-        probs: Probabilities, shape (N, K).
-
-    Returns:
-        Shape (N,), of the type of `probs`.
-
     Example:
         >>> entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
         tensor([0.6931, 0.0000])
@@ -326,11 +180,7 @@ def entropy(probs: ArrayT) -> ArrayT:
 def mutual_information(sample_probs: ArrayT) -> ArrayT:
     r"""Mutual information of label and weights, :math:`H[\frac1S \sum_s p_s] - \frac1S \sum_s H[p_s]`, in nats.
 
-    Args:
-        sample_probs: Probabilities by posterior sample, shape (S, N, K).
-
-    Returns:
-        Shape (N,), of the type of `sample_probs`; never negative.
+    `sample_probs` are probabilities by posterior sample, (S, N, K). It is never negative.
 
     Example:
         >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))
@@ -344,14 +194,7 @@ def mutual_information(sample_probs: ArrayT) -> ArrayT:
 def energy(logits: ArrayT, temperature: float = 1.0) -> ArrayT:
     """Energy of each example, -T log sum_k exp(f_k/T), averaged over posterior samples; high is out of distribution.
 
-    Unlike the entropy it sees the size of the logits, which softmax forgets.
-
-    Args:
-        logits: Shape (N, K), or (S, N, K) with one slice per posterior sample.
-        temperature: T.
-
-    Returns:
-        Shape (N,), of the type of `logits`.
+    Unlike the entropy it sees the size of the logits, (N, K) or (S, N, K), which softmax forgets.
 
     Example:
         >>> energy(torch.tensor([[10.0, 0.0], [0.0, 0.0]]))
@@ -361,3 +204,159 @@ def energy(logits: ArrayT, temperature: float = 1.0) -> ArrayT:
         raise ValueError(f"temperature must be positive, got {temperature}; 1.0 is customary")
     each = -temperature * torch.logsumexp(to_logits(logits) / temperature, -1)
     return like(each.mean(0), logits)
+
+
+# -- distances of features ---------------------------------------------------------------------------------------------
+
+KINDS = ("mahalanobis++", "relative", "knn")
+NEIGHBOURS = 10
+BANK = 2000  # rows that the nearest neighbours are searched in, drawn at random from all
+
+
+def feature_distance(train: Array, labels: Array | None, features: ArrayT, *, kind: str = "mahalanobis++") -> ArrayT:
+    """Distance of features to those of the training set; high is out of distribution.
+
+    All are scaled to length 1, since their length says how sure a network is, and hides how strange an input is.
+
+    Args:
+        train: Features of training inputs, shape (M, D), such as `active.features` returns.
+        labels: Their classes, shape (M,); None where there are none.
+        features: The features to score, shape (N, D).
+        kind: "mahalanobis++", "relative", for inputs that are much like the training data, or "knn"; see
+            `Reference.score`.
+
+    Returns:
+        Shape (N,), of the type of `features`.
+
+    Raises:
+        ValueError: The kind is unknown, or the shapes do not fit.
+
+    Example:
+        >>> train = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]])
+        >>> near, far = feature_distance(train, torch.tensor([0, 0, 1, 1]), torch.tensor([[2.0, 0.1], [-1.0, -1.0]]))
+        >>> bool(far > near)
+        True
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}")
+    known, new = to_double(train, "train"), to_double(features, "features")
+    if known.dim() != 2 or new.dim() != 2 or known.shape[1] != new.shape[1]:
+        raise ValueError(
+            f"train and features must have shapes (M, D) and (N, D), got {tuple(known.shape)} and {tuple(new.shape)}; "
+            "flatten what the last layer takes"
+        )
+    classes = None if labels is None else to_labels(labels, len(known), 1 + int(torch.as_tensor(labels).max()))
+    moments = Moments(kind)
+    moments.add(known, classes)
+    return like(moments.reference().score(new), features)
+
+
+@dataclass(eq=False)
+class Reference:
+    """What is kept of known data to measure distances from it."""
+
+    kind: str  # "mahalanobis++", "relative" or "knn"
+    center: Tensor  # the mean of all features, (D,)
+    means: Tensor | None = None  # of each class, or of all, (C, D), in the coordinates of `whitening`
+    whitening: Tensor | None = None  # W with W W^T the inverse of the shrunk covariance within classes, (D, D)
+    overall: Tensor | None = None  # the same for the covariance of all features; only for "relative"
+    bank: Tensor | None = None  # some features of length 1; only for "knn"
+
+    def score(self, features: Tensor) -> Tensor:
+        """Return the distance of each row, (N,); larger is stranger.
+
+        "mahalanobis++" is min_c (z - mu_c)^T S^-1 (z - mu_c) for z = features/|features|, with class means and their
+        pooled, shrunk covariance; "relative" subtracts (z - mu)^T T^-1 (z - mu), with the mean and covariance of all
+        features; "knn" is the distance to the tenth nearest of 2,000 rows.
+        """
+        z = F.normalize(features.to(self.center.dtype), dim=1)
+        if self.bank is not None:
+            squares = (2 - 2 * z @ self.bank.T).clamp_min(0)
+            return squares.kthvalue(min(NEIGHBOURS, len(self.bank)), 1).values.sqrt()
+        assert self.whitening is not None
+        assert self.means is not None
+        white = (z - self.center) @ self.whitening
+        away = white.square().sum(1, keepdim=True) - 2 * white @ self.means.T + self.means.square().sum(1)
+        found = away.clamp_min(0).amin(1)
+        return found if self.overall is None else found - ((z - self.center) @ self.overall).square().sum(1)
+
+    def to(self, dtype: torch.dtype) -> Reference:
+        """Return the same in another precision."""
+        moved: dict[str, Any] = {n: t.to(dtype) if isinstance(t, Tensor) else t for n, t in vars(self).items()}
+        return Reference(**moved)
+
+
+@dataclass
+class Moments:
+    """Sums over rows of length 1, by which one pass over the data is enough: D^2 numbers, and D for each class."""
+
+    kind: str = KINDS[0]
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    count: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    squares: Tensor | float = 0.0
+    bank: Tensor | None = None
+
+    @property
+    def classes(self) -> int:
+        """How many classes have a mean of their own: one where there are fewer than two rows for each."""
+        return len(self.counts) if 2 * len(self.counts) <= self.count else 1
+
+    def add(self, features: Tensor, labels: Tensor | None) -> None:
+        """Add rows, (N, D), and their classes, (N,); None puts them into one class."""
+        if not len(features):
+            return
+        z = F.normalize(features.double(), dim=1)
+        if self.kind == "knn":
+            self._keep(z)
+        self.count += len(z)
+        classes = torch.zeros(len(z), dtype=torch.long) if labels is None else labels
+        for c in sorted(set(classes.tolist())):
+            rows = z[classes == c]
+            self.counts[c] = self.counts.get(c, 0) + len(rows)
+            self.sums[c] = rows.sum(0) + self.sums.get(c, 0)
+        self.squares = z.T @ z + self.squares
+
+    def _keep(self, z: Tensor) -> None:
+        """Keep a random sample of all rows so far: the n-th row takes a place with probability BANK/n."""
+        rows = list(self.bank if self.bank is not None else ())
+        for n, row in enumerate(z, start=self.count + 1):
+            place = int(torch.randint(n, (), generator=self.generator))
+            if len(rows) < BANK:
+                rows.append(row)
+            elif place < BANK:
+                rows[place] = row
+        self.bank = torch.stack(rows)
+
+    def reference(self) -> Reference:
+        """Return what scores new rows, in float64."""
+        center = torch.stack(list(self.sums.values())).sum(0) / self.count
+        if self.kind == "knn":
+            return Reference(self.kind, center, bank=self.bank)
+        names = sorted(self.counts) if self.classes > 1 else []
+        means = torch.stack([self.sums[c] / self.counts[c] for c in names]) if names else center.unsqueeze(0)
+        sizes = torch.tensor([self.counts[c] for c in names] if names else [self.count], dtype=center.dtype)
+        whitening = whitened(self.squares - (means * sizes.unsqueeze(1)).T @ means, self.count - len(means))
+        overall = self.squares - self.count * torch.outer(center, center)
+        relative = whitened(overall, self.count - 1) if self.kind == "relative" else None
+        return Reference(self.kind, center, (means - center) @ whitening, whitening, relative)
+
+
+def whitened(scatter: Tensor, degrees: int) -> Tensor:
+    """Return W with W W^T = C^-1, where C is the covariance scatter/degrees shrunk towards a multiple of I.
+
+    C = (1 - a) S + a tr(S)/D I, with the a of oracle approximating shrinkage (Chen and others, 2010), for n degrees of
+    freedom: a = ((1 - 2/D) tr(S^2) + tr(S)^2) / ((n + 1 - 2/D) (tr(S^2) - tr(S)^2/D)), at most 1.
+    """
+    size = len(scatter)
+    covariance = scatter / max(degrees, 1)
+    trace, square = float(covariance.diagonal().sum()), float(covariance.square().sum())
+    gap = (degrees + 1 - 2 / size) * (square - trace**2 / size)
+    share = min(1.0, ((1 - 2 / size) * square + trace**2) / gap) if gap > 0 else 1.0
+    shrunk = (1 - share) * covariance
+    shrunk.diagonal().add_(share * trace / size + 1e-12 + 1e-6 * trace / size)
+    # Of the inverse's Cholesky factors, the transposed inverse of that of C.
+    factor = torch.linalg.cholesky(shrunk)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, torch.eye(size, dtype=factor.dtype), upper=False)
+    return inverse.T

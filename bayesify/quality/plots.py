@@ -7,48 +7,41 @@ matplotlib is imported when a picture is drawn, and its global state (pyplot, rc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from bayesify.quality import metrics
 from bayesify.quality.arrays import Array, to_double, to_scores
-from bayesify.quality.drawing import (
-    ACCENT,
-    DARK,
-    FONT,
-    LIGHT,
-    LINES,
-    SETS,
-    SMALL,
-    TINY,
-    WIDTH,
-    alarm,
-    box,
-    finish,
-    histograms,
-    legend_above,
-    new_axes,
-    new_figure,
-    short,
-)
 from bayesify.quality.report import report
-from bayesify.quality.temperature import Temperature, tempered_probs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
-    "before_after", "calibration_curve", "regression_band", "reliability_diagram", "reliability_pair", "report",
-    "risk_coverage", "temperature_curve", "uncertainty_histogram",
+    "before_after", "calibration_curve", "regression_band", "reliability_diagram", "report", "risk_coverage",
+    "temperature_curve", "uncertainty_histogram",
 ]  # fmt: skip
 
-_MOST_BINS_WITH_NUMBERS = 20
-_STEADY_COVERAGE = 0.05
-FEW = 10
+WIDTH, DPI = 3.3, 200  # a column is 660 pixels wide: legible in a notebook and on a slide
+FONT, SMALL, TINY = 8, 7, 6.5
+DARK, LIGHT, ACCENT = "#1f4e79", "#a9c4de", "#b03a2e"
+LINES: tuple[tuple[Any, str, str], ...] = (
+    ("-", "o", DARK),
+    ("--", "s", ACCENT),
+    ("-.", "^", "#2e7d32"),
+    (":", "D", "#6a3d9a"),
+    ((0, (6, 1, 1, 1, 1, 1)), "v", "#8a6d00"),
+)
+SETS = ("In-distribution", "Out-of-distribution")
+WITHOUT_UNIT = ("Confidence", "Novelty", "Standard deviation")  # all other uncertainties are in nats
+FEW = 10  # items of a bin, below which its bar is mostly chance
+MOST_NUMBERED_BINS = 20
+STEADY_COVERAGE = 0.05
 
 
 def reliability_diagram(
@@ -62,18 +55,8 @@ def reliability_diagram(
 ) -> Figure:
     """Draw accuracy against confidence by bin, the size of each bin, and a box with ECE, MCE and NLL.
 
-    Bins of fewer than ten items are drawn white and dotted: their bars are mostly chance.
-
-    Args:
-        probs: Probabilities, shape (N, K).
-        labels: Integer classes, shape (N,).
-        bins: The number of bins.
-        kind: "top" or "pooled"; see `metrics.reliability`.
-        ax: Where to draw.
-        title: Written above the picture.
-
-    Returns:
-        The figure.
+    The arguments are those of `metrics.reliability`. Bins of fewer than ten items are drawn white and dotted: their
+    bars are mostly chance.
 
     Example:
         >>> figure = reliability_diagram(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
@@ -99,7 +82,7 @@ def reliability_diagram(
     floor, tallest = -0.34, 0.15
     heights = tallest * counts / counts.max()
     ax.bar(lefts, heights, bottom=floor, color="0.75", edgecolor="black", label="_counts", **bar)
-    if bins <= _MOST_BINS_WITH_NUMBERS:
+    if bins <= MOST_NUMBERED_BINS:
         for left, height, count in zip(lefts, heights, counts, strict=True):
             where = left + 0.5 / bins, floor + height + 0.015
             ax.text(*where, short(int(count)), rotation=90, ha="center", va="bottom", fontsize=TINY)
@@ -107,7 +90,7 @@ def reliability_diagram(
     ax.set_yticks([floor + tallest / 2, 0, 0.2, 0.4, 0.6, 0.8, 1], ["count", "0", "0.2", "0.4", "0.6", "0.8", "1"])
     box(ax, f"ECE {table.ece:.4f}\nMCE {table.mce:.4f}\nNLL {metrics.nll(probs, labels):.4f}")
     legend_above(ax, 4 if few else 3)
-    for i in few:  # pale, since they say little; after the legend, which copies the look of the first bar
+    for i in few:  # after the legend, which copies the look of the first bar
         observed[i].set(facecolor="white", edgecolor="0.55", linestyle=":")
         gaps[i].set(edgecolor="0.7", linestyle=":")
     names = ("Confidence", "Accuracy") if kind == "top" else ("Predicted probability", "Observed frequency")
@@ -115,48 +98,8 @@ def reliability_diagram(
     return finish(ax, title, names[0])
 
 
-def reliability_pair(
-    logits: Array,
-    labels: Array,
-    temperature: Temperature | float,
-    *,
-    bins: int = 15,
-    kind: metrics.Kind = "top",
-) -> Figure:
-    """Draw reliability diagrams before and after temperature scaling, side by side.
-
-    Args:
-        logits: Shape (N, K), or (S, N, K) with one slice per posterior sample.
-        labels: Integer classes, shape (N,).
-        temperature: What `metrics.fit_temperature` returned, or T itself.
-        bins: The number of bins.
-        kind: "top" or "pooled"; see `metrics.reliability`.
-
-    Returns:
-        The figure, two columns wide.
-
-    Example:
-        >>> figure = reliability_pair(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]), 2.0)
-        >>> [axis.get_title() for axis in figure.axes]
-        ['Before: T = 1', 'After: T = 2.000']
-    """
-    figure = new_figure(2 * WIDTH, 3.5)
-    titles = "Before: T = 1", f"After: T = {float(temperature):.3f}"
-    for ax, t, title in zip(figure.subplots(1, 2), (1.0, float(temperature)), titles, strict=True):
-        reliability_diagram(tempered_probs(logits, t), labels, bins=bins, kind=kind, ax=ax, title=title)
-    return figure
-
-
-def temperature_curve(temperature: Temperature, *, ax: Axes | None = None, title: str | None = None) -> Figure:
-    """Draw the likelihood that the search for a temperature saw, with T = 1 and the optimum marked.
-
-    Args:
-        temperature: What `metrics.fit_temperature` returned.
-        ax: Where to draw.
-        title: Written above the picture.
-
-    Returns:
-        The figure.
+def temperature_curve(temperature: metrics.Temperature, *, ax: Axes | None = None, title: str | None = None) -> Figure:
+    """Draw the likelihood that `metrics.fit_temperature` saw in its search, with T = 1 and the optimum marked.
 
     Example:
         >>> logits, labels = torch.tensor([[4.0, 0.0]] * 4), torch.tensor([0, 0, 0, 1])
@@ -186,17 +129,10 @@ def risk_coverage(
     ax: Axes | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Draw the error rate among the most certain predictions, for one method or several.
+    """Draw the error rate among the most certain predictions: one `metrics.risk_coverage`, or several by name.
 
-    The vertical scale fits the risks from a coverage of 5% on; below, they are means of few examples.
-
-    Args:
-        curves: What `metrics.risk_coverage` returned, or a mapping from names to that.
-        ax: Where to draw.
-        title: Written above the picture.
-
-    Returns:
-        The figure; the legend gives each area under the curve.
+    The legend gives each area under the curve. The vertical scale fits the risks from a coverage of 5% on; below, they
+    are means of few examples.
 
     Example:
         >>> curve = metrics.risk_coverage(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]))
@@ -214,7 +150,7 @@ def risk_coverage(
         look: dict[str, Any] = {"linestyle": line, "marker": marker, "color": color, "markevery": every}
         ax.plot(curve.coverage.numpy(), curve.risk.numpy(), linewidth=1.2, markersize=4, label=label, **look)
     # One early mistake makes the first few risks jump to one; the scale is for the rest.
-    top = max(curve.risk[curve.coverage >= _STEADY_COVERAGE].max().item() for curve in named.values())
+    top = max(curve.risk[curve.coverage >= STEADY_COVERAGE].max().item() for curve in named.values())
     ax.set(xlim=(0, 1), ylim=(0, 1.15 * top or 1.0))
     ax.legend(fontsize=SMALL, frameon=False, loc="upper left")  # the curves rise to the right
     return finish(ax, title, "Coverage", "Error rate of those kept", pad=6)
@@ -230,19 +166,7 @@ def uncertainty_histogram(
     ax: Axes | None = None,
     title: str | None = None,
 ) -> Figure:
-    r"""Draw the distributions of an uncertainty on two sets, with AUROC and FPR95 in a box.
-
-    Args:
-        in_dist: Uncertainties that ought to be low, shape (N,).
-        out_dist: Uncertainties that ought to be high, shape (M,).
-        quantity: What the uncertainties are.
-        names: What the two sets are.
-        bins: The number of bars over the common range.
-        ax: Where to draw.
-        title: Written above the picture.
-
-    Returns:
-        The figure.
+    r"""Draw an uncertainty on two sets, low in the first (N,) and high in the second (M,), with AUROC and FPR95.
 
     Example:
         >>> figure = uncertainty_histogram(torch.tensor([0.1, 0.2]), torch.tensor([0.9, 1.1]))
@@ -254,7 +178,7 @@ def uncertainty_histogram(
     both = torch.cat(scores)
     histograms(ax, scores, names, bins, (both.min().item(), both.max().item()))
     box(ax, f"AUROC {metrics.auroc(*scores):.4f}\nFPR95 {metrics.fpr95(*scores):.4f}", right=True)
-    return finish(ax, title, f"{quantity} (nats)")
+    return finish(ax, title, quantity if quantity in WITHOUT_UNIT else f"{quantity} (nats)")
 
 
 def before_after(
@@ -265,13 +189,13 @@ def before_after(
     names: tuple[str, str] = ("Before", "After"),
     bins: int = 15,
 ) -> Figure:
-    """Draw two predictions of the same data side by side: reliability, and how sure each is of what it never saw.
+    """Draw reliability diagrams of two predictions for labelled data side by side, and how they detect other data.
 
     Args:
-        before: What `predict` returned for labelled data, by one model.
-        after: The same by another, or by the same one after `bayesify`.
-        ood: What both return for out-of-distribution data, to draw below: of a model with `fit_novelty` the novelty of
-            both kinds of data and what its alarm flags, of others the confidence.
+        before: What `predict` returned before calibration, training or anything else.
+        after: The same after it, such as `before.tempered(temperature)`.
+        ood: A pair of predictions for out-of-distribution data, to draw below: of a model with `fit_novelty` the
+            novelty of both kinds of data and what its alarm flags, of others the confidence.
         names: What the two are.
         bins: The number of bins of each reliability diagram.
 
@@ -284,9 +208,8 @@ def before_after(
 
     Example:
         >>> from bayesify.prediction.predictive import Predictive
-        >>> logits, labels = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
-        >>> figure = before_after(Predictive.from_logits(logits, labels), Predictive.from_logits(logits / 2, labels))
-        >>> [axis.get_title() for axis in figure.axes]
+        >>> out = Predictive.from_logits(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
+        >>> [axis.get_title() for axis in before_after(out, out.tempered(2.0)).axes]
         ['Before', 'After']
     """
     flat = [prediction.flat() for prediction in (before, after)]
@@ -309,7 +232,7 @@ def before_after(
             histograms(ax, sure, SETS, 2 * bins, (0.0, 1.0))
             ax.set_xlim(0, 1)
             auroc = metrics.auroc(1 - sure[0], 1 - sure[1])
-            box(ax, f"AUROC {auroc:.4f}\n{float(sure[1].mean()):.1%} sure of the unknown")
+            box(ax, f"AUROC {auroc:.4f}\nOOD confidence {float(sure[1].mean()):.1%}")
             finish(ax, None, "Confidence")
     return figure
 
@@ -333,9 +256,6 @@ def regression_band(
         ax: Where to draw.
         title: Written above the picture.
 
-    Returns:
-        The figure.
-
     Raises:
         ValueError: x and the predictions are not as many, or the model has several outputs.
 
@@ -356,8 +276,8 @@ def regression_band(
     ax = ax or new_axes(height=2.6)
     t = at[order].numpy()
     ax.fill_between(t, low[order], high[order], color=LIGHT, alpha=0.6, linewidth=0, label=f"{level:.0%}")
-    sure, unsure = (mean - z * epistemic)[order], (mean + z * epistemic)[order]
-    ax.fill_between(t, sure, unsure, color=DARK, alpha=0.45, linewidth=0, label="Doubt")
+    band = (mean - z * epistemic)[order], (mean + z * epistemic)[order]
+    ax.fill_between(t, *band, color=DARK, alpha=0.45, linewidth=0, label="Epistemic")
     ax.plot(t, mean[order], color=DARK, linewidth=1.4, label="Mean")
     if data is not None:
         points = [to_double(v, name).flatten().numpy() for v, name in zip(data, ("data[0]", "data[1]"), strict=True)]
@@ -368,18 +288,10 @@ def regression_band(
 
 
 def calibration_curve(predictive: Any, *, ax: Axes | None = None, title: str | None = None) -> Figure:
-    """Draw how many targets lie in the central interval of each level; a calibrated prediction follows the diagonal.
+    """Draw the share of a regression's targets inside the central interval of each level, for labelled data.
 
-    Below it the intervals are too narrow, above it too wide. The box has the mean distance from the diagonal and the
-    coverage of the 95% interval.
-
-    Args:
-        predictive: What `predict(..., task="regression")` returned for data with targets.
-        ax: Where to draw.
-        title: Written above the picture.
-
-    Returns:
-        The figure.
+    A calibrated prediction follows the diagonal; below it the intervals are too narrow, above it too wide. The box has
+    the mean distance from the diagonal and the coverage of the 95% interval.
 
     Example:
         >>> from bayesify import bayesify, predict
@@ -402,3 +314,87 @@ def calibration_curve(predictive: Any, *, ax: Axes | None = None, title: str | N
     box(ax, f"Mean gap {gap:.4f}\n95% holds {float((needed <= 0.95).double().mean()):.1%}")
     legend_above(ax, 3)
     return finish(ax, title, "Level of the interval", "Targets inside")
+
+
+# -- parts of pictures -------------------------------------------------------------------------------------------------
+
+
+def alarm(ax: Axes, inside: Any, outside: Any, bins: int) -> None:
+    """Draw the novelty of in- and out-of-distribution examples, and where the alarm is raised."""
+    known, strange = inside.novelty.double(), outside.novelty.double()
+    flagged = [float(part.alarm().double().mean()) for part in (inside, outside)]
+    # The tail of far data says no more: what is beyond counts in the last bar.
+    top = float(torch.cat([known, strange]).quantile(0.98))
+    low = float(min(known.min(), strange.min()))
+    limits = low, top + 1e-3 * abs(top - low) + 1e-12
+    histograms(ax, (known.clamp(max=top), strange.clamp(max=top)), SETS, bins, limits)
+    quiet = torch.cat([known[~inside.alarm()], strange[~outside.alarm()], known.new_full((1,), low)])
+    ax.axvline(float(quiet.max()), color=DARK, linestyle="--", linewidth=1.0)
+    box(ax, f"alarm: {flagged[1]:.1%} of OOD data,\n{flagged[0]:.1%} false alarms", right=True)
+    finish(ax, None, "Novelty")
+
+
+def histograms(
+    ax: Axes, values: Sequence[Tensor], names: tuple[str, str], bins: int, limits: tuple[float, float]
+) -> None:
+    """Draw two histograms over each other, distinct without colours."""
+    looks: tuple[dict[str, Any], ...] = (
+        {"histtype": "stepfilled", "facecolor": LIGHT, "edgecolor": DARK},
+        {"histtype": "stepfilled", "facecolor": "none", "edgecolor": ACCENT, "hatch": "////"},
+    )
+    for each, name, look in zip(values, names, looks, strict=True):
+        weights = torch.full_like(each, 1 / len(each))
+        ax.hist(each.numpy(), bins=bins, range=limits, weights=weights.numpy(), linewidth=1.0, label=name, **look)
+    ax.set_ylabel("Fraction of examples", fontsize=FONT)
+    ax.set_ylim(top=1.3 * ax.get_ylim()[1])
+    legend_above(ax, 2)
+
+
+def box(ax: Axes, text: str, *, right: bool = False) -> None:
+    """Write numbers into an upper corner, on a ground that keeps them readable."""
+    ground = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "0.5", "linewidth": 0.6, "alpha": 0.9}
+    x, side = (0.97, "right") if right else (0.03, "left")
+    look: dict[str, Any] = {"fontsize": SMALL, "family": "monospace", "bbox": ground, "zorder": 5}
+    ax.text(x, 0.965, text, transform=ax.transAxes, ha=side, va="top", **look)
+
+
+def legend_above(ax: Axes, columns: int) -> None:
+    """Put the legend between the axes and the title, where it hides nothing."""
+    look: dict[str, Any] = {"frameon": False, "fontsize": SMALL, "handlelength": 1.6, "columnspacing": 1.2}
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, **look)
+
+
+def finish(ax: Axes, title: str | None, xlabel: str, ylabel: str | None = None, pad: float = 18) -> Figure:
+    """Give every picture the same ticks, spines, labels and title; return its figure."""
+    ax.tick_params(labelsize=SMALL, which="both")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_xlabel(xlabel, fontsize=FONT)
+    if ylabel is not None:
+        ax.set_ylabel(ylabel, fontsize=FONT)
+    if title is not None:
+        ax.set_title(title, fontsize=FONT + 1, pad=pad, parse_math=False)
+    return ax.figure.figure  # twice: the first may be a subfigure
+
+
+def new_axes(height: float) -> Axes:
+    """Make axes of one column's width in a figure of their own."""
+    return new_figure(WIDTH, height).subplots()
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make a figure without pyplot."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "bayesify.plots draws with matplotlib, which is missing; pip install bayesify[plots]"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained", dpi=DPI)
+
+
+def short(count: int) -> str:
+    """Write a count in at most four characters or so."""
+    for size, suffix in ((10**6, "M"), (10**3, "k")):
+        if count >= 10 * size:
+            return f"{count / size:.0f}{suffix}"
+    return str(count)

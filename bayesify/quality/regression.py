@@ -1,7 +1,8 @@
 """Scores of Gaussian predictions, and of mixtures of Gaussians with equal weights: one per posterior sample.
 
-A prediction is means and standard deviations of the targets' shape, or of (S, *shape) for a mixture of S. What begins
-with `mixture_` works element by element on float64 tensors of (S, ...), and a standard deviation of 0 is its limit.
+A prediction is means and positive standard deviations of the targets' shape, or of (S, *shape) for a mixture of S.
+What begins with `mixture_` works element by element on float64 tensors of (S, ...), and a standard deviation of 0 is
+its limit.
 """
 
 from __future__ import annotations
@@ -14,24 +15,14 @@ import torch
 from torch import Tensor
 
 from bayesify.quality.arrays import Array, to_double
-from bayesify.quality.temperature import golden_section
+from bayesify.quality.calibration import minimized
 
 _TINY = 1e-300  # stands for a standard deviation of 0 in a quotient
-_BISECTIONS = 100
-_GRID = 61
-_LEAST_NOISE, _MOST_NOISE = 1e-8, 4.0
+_LEAST_NOISE, _MOST_NOISE = 1e-8, 4.0  # times the largest mean square of residuals
 
 
 def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
     """Mean negative log-likelihood, -log 1/S sum_s N(y; m_s, s_s^2); for one Gaussian 1/2 log 2 pi s^2 + (y-m)^2/2 s^2.
-
-    Args:
-        mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
-        std: Predicted standard deviations, the same shape, positive.
-        targets: What was observed.
-
-    Returns:
-        The mean over all targets.
 
     Example:
         >>> round(gaussian_nll(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
@@ -41,18 +32,11 @@ def gaussian_nll(mean: Array, std: Array, targets: Array) -> float:
 
 
 def crps(mean: Array, std: Array, targets: Array) -> float:
-    """Continuous ranked probability score, the integral over x of (F(x) - 1[x >= y])^2, in the targets' unit.
+    """Continuous ranked probability score, the mean integral over x of (F(x) - 1[x >= y])^2, in the targets' unit.
 
     In closed form, 1/S sum_i A(y - m_i, s_i^2) - 1/(2 S^2) sum_ij A(m_i - m_j, s_i^2 + s_j^2), where
-    A(d, v) = d (2 Phi(d/sqrt v) - 1) + 2 sqrt v phi(d/sqrt v) is the expected |d + sqrt v eps|.
-
-    Args:
-        mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
-        std: Predicted standard deviations, the same shape, positive.
-        targets: What was observed.
-
-    Returns:
-        The mean over all targets; smaller is better, and for a point it is the absolute error.
+    A(d, v) = d (2 Phi(d/sqrt v) - 1) + 2 sqrt v phi(d/sqrt v) is the expected |d + sqrt v eps|. Smaller is better, and
+    for a point it is the absolute error.
 
     Example:
         >>> round(crps(torch.zeros(1), torch.ones(1), torch.zeros(1)), 4)
@@ -62,44 +46,30 @@ def crps(mean: Array, std: Array, targets: Array) -> float:
 
 
 def interval_coverage(mean: Array, std: Array, targets: Array, level: float = 0.95) -> float:
-    """Fraction of targets in the central interval: (1 - level)/2 <= F(y) <= (1 + level)/2.
-
-    Args:
-        mean: Predicted means, of the targets' shape, or (S, *shape) for a mixture.
-        std: Predicted standard deviations, the same shape, positive.
-        targets: What was observed.
-        level: The probability of the interval, between 0 and 1.
-
-    Returns:
-        The coverage; near `level` for correct standard deviations.
+    """Fraction of targets in the central interval, (1 - level)/2 <= F(y) <= (1 + level)/2; `level` where std is right.
 
     Example:
         >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([1.9, 2.0]))
         0.5
     """
     check_level(level)
-    m, s, y = _checked(mean, std, targets)
-    return float(((mixture_cdf(m, s, y) - 0.5).abs() <= level / 2).double().mean())
+    return float(((mixture_cdf(*_checked(mean, std, targets)) - 0.5).abs() <= level / 2).double().mean())
 
 
 def interval_score(low: Array, high: Array, targets: Array, level: float = 0.95) -> float:
     """Score of a central interval: its width, and 2/alpha times how far it misses, with alpha = 1 - level.
 
-    Args:
-        low: Lower ends, of the targets' shape.
-        high: Upper ends.
-        targets: What was observed.
-        level: The probability that the interval claims.
-
-    Returns:
-        The mean over all targets; smaller is better, and the true quantiles have the smallest expectation.
+    Smaller is better, and the true quantiles have the smallest expectation.
 
     Example:
         >>> interval_score(torch.zeros(1), torch.ones(1), torch.tensor([1.5]), level=0.5)
         3.0
     """
     check_level(level)
-    a, b, y = _one_shape({"low": low, "high": high, "targets": targets})
+    a, b, y = to_double(low, "low"), to_double(high, "high"), to_double(targets, "targets")
+    if not a.shape == b.shape == y.shape:
+        shapes = ", ".join(str(tuple(v.shape)) for v in (a, b, y))
+        raise ValueError(f"low, high, targets must have one shape, got {shapes}; nothing is broadcast: use squeeze")
     if bool((b < a).any()):
         raise ValueError("high must be at least low, got intervals that end before they begin; swap the arguments")
     missed = (a - y).clamp_min(0) + (y - b).clamp_min(0)
@@ -141,29 +111,18 @@ def _one_noise(f: Tensor, y: Tensor) -> float:
     def nll(log_var: float) -> float:
         return float(mixture_nll(f, torch.full_like(f, math.exp(log_var / 2)), y).mean())
 
-    ends = math.log(largest * _LEAST_NOISE), math.log(largest * _MOST_NOISE)
-    grid = torch.linspace(*ends, _GRID, dtype=torch.float64).tolist()
-    curve = {v: nll(v) for v in grid}
-    best = grid.index(min(curve, key=curve.__getitem__))
-    curve |= golden_section(nll, grid[max(best - 1, 0)], grid[min(best + 1, _GRID - 1)])
+    curve = minimized(nll, math.log(largest * _LEAST_NOISE), math.log(largest * _MOST_NOISE), points=61)
     return math.exp(min(curve, key=curve.__getitem__))
 
 
 @dataclass
 class Residuals:
-    """Sums over a regression's data, for every output: what its noise and its scale are estimated from.
+    """Sums over a regression's data, for every output: what its noise and its scale are estimated from."""
 
-    Attributes:
-        count: How many examples there were.
-        squares: The sum of the squared residuals.
-        mean: The mean of the targets.
-        scatter: The sum of their squared deviations from it.
-    """
-
-    count: int = 0
-    squares: Tensor | float = 0.0
-    mean: Tensor | float = 0.0
-    scatter: Tensor | float = 0.0
+    count: int = 0  # of examples
+    squares: Tensor | float = 0.0  # the sum of the squared residuals
+    mean: Tensor | float = 0.0  # of the targets
+    scatter: Tensor | float = 0.0  # the sum of their squared deviations from it
 
     @classmethod
     def of(cls, values: Tensor, outputs: Tensor) -> Residuals:
@@ -212,7 +171,7 @@ def mixture_cdf(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
     return each.mean(0)
 
 
-def mixture_quantile(mean: Tensor, std: Tensor, probability: float, bisections: int = _BISECTIONS) -> Tensor:
+def mixture_quantile(mean: Tensor, std: Tensor, probability: float, bisections: int = 100) -> Tensor:
     """Return the q with F(q) = probability by bisection: it lies between the quantiles of the components."""
     each = mean + NormalDist().inv_cdf(probability) * std
     if len(each) == 1:
@@ -254,12 +213,3 @@ def _samples_first(values: Tensor, targets: Tensor, name: str) -> Tensor:
             f"got {tuple(values.shape)}"
         )
     return values
-
-
-def _one_shape(arrays: dict[str, Array]) -> tuple[Tensor, ...]:
-    """Return arrays of one shape."""
-    found = tuple(to_double(value, name) for name, value in arrays.items())
-    if len({tuple(v.shape) for v in found}) > 1:
-        shapes = ", ".join(str(tuple(v.shape)) for v in found)
-        raise ValueError(f"{', '.join(arrays)} must have one shape, got {shapes}; nothing is broadcast: use squeeze")
-    return found

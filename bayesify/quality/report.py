@@ -1,58 +1,32 @@
-"""One self-contained HTML page with every number and picture of a prediction.
-
-The page has nothing to fetch, and every string on it is escaped.
-"""
+"""Every number and picture of a prediction on one HTML page without links, or its numbers as JSON."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from string import Template
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from bayesify.core import VERSION
 from bayesify.quality import metrics
-from bayesify.quality.temperature import Temperature, TemperatureError, fit_temperature, tempered_probs
+from bayesify.quality.calibration import tempered_probs
+from bayesify.quality.conformal import conformal_pvalues
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_STYLE = """
-:root { color-scheme: light; --ink: #1c2733; --soft: #5b6876; --line: #dde3ea; --accent: #1f4e79; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f4f6f8; color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 960px; margin: 0 auto; padding: 2rem 1rem 3rem; }
-h1 { margin: 0; font-size: 1.75rem; line-height: 1.2; overflow-wrap: anywhere; }
-header p { margin: .4rem 0 0; color: var(--soft); }
-section { margin-top: 1.25rem; padding: 1.25rem; background: #fff; border: 1px solid var(--line); border-radius: 8px; }
-h2 { margin: 0 0 .75rem; font-size: 1.15rem; color: var(--accent); }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .5rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th:first-child, td:first-child { padding-left: 0; text-align: left; }
-thead th { color: var(--soft); font-size: .85rem; font-weight: 600; }
-tbody tr:last-child td { border-bottom: 0; }
-small { display: block; color: var(--soft); font-size: .8rem; }
-.note { margin: .75rem 0 0; padding: .6rem .8rem; border-left: 3px solid var(--accent); background: #f4f6f8;
-  font-size: .9rem; overflow-wrap: anywhere; }
-.pictures { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1rem; justify-content: space-evenly; }
-figure { margin: 0; flex: 0 1 auto; }
-figure img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
-figcaption { margin-top: .25rem; color: var(--soft); font-size: .85rem; text-align: center; }
-@media (max-width: 480px) { section { padding: 1rem .75rem; } th, td { padding: .4rem .25rem; } }
-@media print { body { background: #fff; } section { break-inside: avoid; } }
-"""
 _PIXELS_PER_INCH = 120
 _NO_INFORMATION = 1e-6
 _MOST_UNCERTAIN = 8
-_SCORES = (
+_SCORES: tuple[tuple[str, str, Callable[..., float]], ...] = (
     ("Error", "fraction of wrong predictions", metrics.error),
     ("NLL", "mean negative log-likelihood, nats", metrics.nll),
     ("Brier score", "squared distance to the one-hot label, 0 to 2", metrics.brier),
@@ -64,7 +38,7 @@ _SCORES = (
 )
 _REGRESSION = {
     "rmse": ("RMSE", "root of the mean squared error"),
-    "nll": ("NLL", "mean negative log-likelihood, nats; infinite where the noise is not known"),
+    "nll": ("NLL", "mean negative log-likelihood, nats"),
     "crps": ("CRPS", "continuous ranked probability score, in the target's unit"),
     "coverage": ("Coverage", "targets inside the 95% interval"),
     "width": ("Width", "mean width of the 95% interval"),
@@ -76,6 +50,22 @@ _UNCERTAINTIES = (
     ("Expected entropy", "aleatoric: noise that more data would not remove", "expected_entropy"),
     ("Mutual information", "epistemic: what the posterior samples disagree about", "mutual_information"),
 )
+_DEVIATIONS = (
+    ("Epistemic", "what the posterior samples disagree about", "epistemic"),
+    ("Aleatoric", "noise of the data; 0 where it is not known", "aleatoric"),
+    ("Both", "together", "std"),
+)
+
+
+class Table(NamedTuple):
+    """A table: its rows are a name, an explanation, and a number or text for each column but the first."""
+
+    header: Sequence[str]
+    rows: Sequence[tuple[Any, ...]]
+
+
+Pictures: TypeAlias = dict[str, Any]  # captions, with functions that return a figure, or images
+Part: TypeAlias = Table | Pictures | str
 
 
 def report(
@@ -83,273 +73,308 @@ def report(
     path: str | os.PathLike[str],
     *,
     ood: Any = None,
-    temperature: Temperature | float | None = None,
+    temperature: metrics.Temperature | float | None = None,
     title: str = "Predictive uncertainty",
     items: Sequence[Any] | None = None,
+    validation: Any = None,
+    threshold: float | None = None,
 ) -> Path:
-    """Write one self-contained HTML page with every number and picture of a prediction.
+    """Write one self-contained HTML page with every number and picture of a prediction, or its numbers as JSON.
 
     Args:
         predictive: What `predict` returned for classification or regression; without labels, only the uncertainties
             are shown.
-        path: The file to write, replaced as a whole.
+        path: The file to write, replaced as a whole; one that ends in .json gets the numbers alone.
         ood: The prediction for out-of-distribution data, to measure its detection.
         temperature: A temperature fitted on other data. If None it is fitted on the labels of `predictive`, which
             flatters the numbers, and the page says so.
         title: The heading.
         items: The examples of a classification in their order, texts or images, to show the most uncertain ones.
+        validation: The prediction for the validation set, to compare `predictive` with: a window of production data, in
+            the order of its arrival, whose confidence, abstentions, alarms and drift are shown.
+        threshold: The confidence below which the model abstains, for this comparison. If None, that of
+            `metrics.abstain_threshold` for the validation set, where it has labels.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: `predictive` or `ood` has no class probabilities.
+        TypeError: `predictive`, `ood` or `validation` has no class probabilities.
         ValueError: `items` are not one text or image for each example.
 
     Example:
-        >>> from types import SimpleNamespace
         >>> import tempfile
-        >>> probs, zeros = torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.zeros(2)
-        >>> out = SimpleNamespace(probs=probs, logits=None, labels=torch.tensor([0, 1]), confidence=probs.amax(1),
-        ...     entropy=metrics.entropy(probs), expected_entropy=metrics.entropy(probs), mutual_information=zeros)
+        >>> from bayesify.prediction.predictive import Predictive
+        >>> out = Predictive.from_logits(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     report(out, f"{folder}/report.html").name
         'report.html'
     """
-    if hasattr(predictive, "interval"):
-        return _write(path, title, _way(predictive, [f"{len(predictive):,} examples"]), _regression(predictive))
-    for name, value in (("predictive", predictive), ("ood", ood)):
-        if (name == "predictive" or value is not None) and getattr(value, "probs", None) is None:
-            raise TypeError(
-                f"{name} must hold class probabilities, got {type(value).__name__}; "
-                "pass what predict(..., task='classification') returns"
-            )
+    regression = hasattr(predictive, "interval")
+    for name, value in {"predictive": predictive, "ood": ood, "validation": validation}.items():
+        missing = getattr(value, "interval" if regression else "probs", None) is None
+        if missing and (name == "predictive" or value is not None):
+            what = "a regression, as predictive" if regression else "class probabilities"
+            raise TypeError(f"{name} must hold {what}, got {type(value).__name__}; pass what predict(...) returns")
+    predictive, ood, validation = (x.flat() if hasattr(x, "flat") else x for x in (predictive, ood, validation))
     if items is not None and len(items) != len(predictive.probs):
         raise ValueError(
             f"items must be one text or image for each of {len(predictive.probs)} examples, got {len(items)}; "
             "give them in the order of the data"
         )
-    predictive, ood = (x.flat() if hasattr(x, "flat") else x for x in (predictive, ood))
-    if predictive.labels is None:
-        sections = {"Scores": [_note("The data has no labels: scores, calibration and temperature are left out.")]}
+    draws, closed = predictive.num_samples, predictive.closed_form
+    facts = [f"{len(predictive):,} examples"]
+    facts += [] if regression else [f"{predictive.probs.shape[1]:,} classes"]
+    facts += [f"method {predictive.method}"] if predictive.method else []
+    facts += ["in closed form" if closed else f"{draws} posterior sample{'s'[: draws > 1]}" if draws else "no samples"]
+    facts += [] if ood is None else [f"{len(ood):,} out-of-distribution examples"]
+    sections: dict[str, list[Part]] = {}
+    if validation is not None:
+        sections["Compared with the validation set"] = _compared(predictive, validation, threshold)
+    if regression:
+        sections |= _regression(predictive)
     else:
-        sections = _scored(predictive, temperature) | {"Selective prediction": _refusal(predictive)}
-    sections |= _uncertainty(predictive, ood) | {"The most uncertain examples": _uncertain(predictive, items)}
-    examples, classes = predictive.probs.shape
-    facts = _way(predictive, [f"{examples:,} examples", f"{classes:,} classes"])
-    facts += [] if ood is None else [f"{len(ood.probs):,} out-of-distribution examples"]
-    return _write(path, title, facts, sections)
+        sections |= _scored(predictive, temperature) | _uncertainty(predictive, ood)
+        sections["The most uncertain examples"] = [_uncertain(predictive, items)]
+    made = f"Made on {date.today().isoformat()} by bayesify {VERSION} with torch {torch.__version__}."
+    head = {"title": title, "facts": " · ".join(facts), "made": made}
+    return _write(Path(path), (_json if str(path).endswith(".json") else _html)(head, sections))
 
 
-def _way(predictive: Any, facts: list[str]) -> list[str]:
-    """Add by which method, and with how many samples, a prediction was made, as far as it knows."""
-    if getattr(predictive, "method", ""):
-        facts = [*facts, f"method {predictive.method}"]
-    outputs = getattr(predictive, "logits", None)
-    draws = getattr(predictive, "num_samples", None if outputs is None else len(outputs))
-    if getattr(predictive, "closed_form", False):
-        return [*facts, "in closed form"]
-    if not draws:
-        return [*facts, "no samples"] if draws == 0 else facts
-    return [*facts, f"{draws} posterior sample{'s' if draws != 1 else ''}"]
+def _plot(name: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """Return a function that draws one of `plots`; JSON needs no picture, and so no matplotlib."""
+    return lambda: getattr(import_module("bayesify.quality.plots"), name)(*args, **kwargs)
 
 
-# -- what it shows: sections of HTML parts by their headings -----------------------------------------------------------
+def _share(chosen: Any) -> float:
+    return float(chosen.double().mean())
 
 
-def _regression(predictive: Any) -> dict[str, list[str]]:
+def _alarms(predictive: Any) -> str:
+    return f"The alarm for {predictive.false_alarms:.1%} false alarms flags {_share(predictive.alarm()):.1%} of the"
+
+
+def _means(sets: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return rows of the mean uncertainties of some predictions."""
+    kinds = _DEVIATIONS if hasattr(next(iter(sets.values())), "interval") else _UNCERTAINTIES
+    return [(name, text, *(float(getattr(x, kind).mean()) for x in sets.values())) for name, text, kind in kinds]
+
+
+def _informative(predictive: Any) -> dict[str, Any]:
+    """Return the uncertainties of each example that say something: not those that are zero or not known."""
+    if hasattr(predictive, "interval"):
+        kinds = {"Standard deviation": predictive.std.flatten(1).mean(1)}
+    else:
+        kinds = {"Entropy": predictive.entropy}
+        if predictive.mutual_information.max() > _NO_INFORMATION:
+            kinds["Mutual information"] = predictive.mutual_information
+    if predictive.novelty is not None:
+        kinds["Novelty"] = predictive.novelty
+    return kinds
+
+
+def _shared(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the uncertainties that both predictions have."""
+    one, other = _informative(first), _informative(second)
+    return {name: (one[name], other[name]) for name in one if name in other}
+
+
+def _compared(window: Any, validation: Any, threshold: float | None) -> list[Part]:
+    """Compare a window of production data with the validation set."""
+    sets, pairs = {"Validation": validation, "Window": window}, _shared(validation, window)
+    rows = [("Examples", "", len(validation), len(window)), *_means(sets)]
+    if not hasattr(window, "interval"):
+        if threshold is None and validation.labels is not None:
+            threshold = metrics.abstain_threshold(validation.probs, validation.labels)
+        if threshold is not None:
+            shares = (_share(x.confidence < threshold) for x in sets.values())
+            rows.append(("Abstention rate", f"confidence below {threshold}", *shares))
+    if "Novelty" in pairs:
+        level, text = validation.false_alarms, "median; near 0.5 for data like the validation set"
+        rows.append(("Novelty p-value", text, *(float(x.novelty_pvalue.double().median()) for x in sets.values())))
+        rows.append(("Alarms", f"p-value of at most {level:.3g}", *(_share(x.alarm(level)) for x in sets.values())))
+    drifts, changes = list[tuple[Any, ...]](), list[str]()
+    for name, (known, new) in pairs.items():
+        found = metrics.drift(conformal_pvalues(new.double(), known.double().sort().values), held_out=len(known))
+        drifts.append((name, "higher than in the validation set", found.at, float(found.wealth.max())))
+        changes += [] if found.at is None else [f"{name.lower()} is higher, seen at example {found.at}"]
+    pictures = {k: _plot("uncertainty_histogram", *pair, quantity=k, names=tuple(sets)) for k, pair in pairs.items()}
+    verdict = f"The data has changed: {'; '.join(changes)}." if changes else "No drift: the data is as it was."
+    note = f"{verdict} Each test gives a false alarm with a probability of 1%, however long the window is."
+    return [note, Table(("", *sets), rows), Table(("Drift", "First alarm", "Wealth (alarm at 100)"), drifts), pictures]
+
+
+def _regression(predictive: Any) -> dict[str, list[Part]]:
     """Return scores, the calibration of intervals, and both kinds of uncertainty."""
-    from bayesify.quality import plots
+    uncertainty: list[Part] = [Table(("Standard deviation", "Mean"), _means({"Mean": predictive}))]
+    uncertainty += [] if predictive.novelty is None else [f"{_alarms(predictive)} examples."]
+    if predictive.labels is None:
+        note = "The data has no targets: scores and calibration are left out."
+        return {"Scores": [note], "Uncertainty": uncertainty}
+    scores: list[Part] = [Table(("", "Value"), [(*_REGRESSION[k], v) for k, v in predictive.scores.items()])]
+    if predictive.noise_known:
+        scores.append({"Targets inside the intervals": _plot("calibration_curve", predictive)})
+    else:
+        scores.append("The noise of the data is not known: see with_noise and metrics.fit_noise.")
+    return {"Scores": scores, "Uncertainty": uncertainty}
 
-    sections = {"Scores": [_note("The data has no targets: scores and calibration are left out.")]}
-    if predictive.labels is not None:
-        rows = [(*_REGRESSION[key], _number(value)) for key, value in predictive.scores.items()]
-        picture = _pictures({"Targets inside the intervals": plots.calibration_curve(predictive)})
-        sections = {"Scores": [_table(("", "Value"), rows)], "Calibration": [picture]}
-    parts = {"Epistemic": predictive.epistemic, "Aleatoric": predictive.aleatoric, "Both": predictive.std}
-    meanings = ("what the posterior samples disagree about", "noise of the data; 0 where it is not known", "together")
-    rows = [(name, text, _number(float(v.mean()))) for (name, v), text in zip(parts.items(), meanings, strict=True)]
-    alarm = [] if predictive.novelty is None else [_note(f"{_alarm(predictive)} of the examples.")]
-    return sections | {"Uncertainty": [_table(("Standard deviation", "Mean"), rows), *alarm]}
 
-
-def _scored(predictive: Any, given: Temperature | float | None) -> dict[str, list[str]]:
-    """Return the scores before and after temperature scaling, and the diagrams of both."""
-    from bayesify.quality import plots
-
+def _scored(predictive: Any, given: metrics.Temperature | float | None) -> dict[str, list[Part]]:
+    """Return the scores before and after temperature scaling, the diagrams of both, and what abstaining gains."""
     probs, labels = predictive.probs, predictive.labels
-    closed = getattr(predictive, "closed_form", False)
+    if labels is None:
+        return {"Scores": ["The data has no labels: scores, calibration and temperature are left out."]}
+    pictures: Pictures = {
+        "Top label: the highest probability of each example": _plot("reliability_diagram", probs, labels),
+        "Pooled: the probabilities of all classes": _plot("reliability_diagram", probs, labels, kind="pooled"),
+    }
+    columns = {"closed form" if predictive.closed_form else "T = 1": probs}
     scaling, remark = _temperature(predictive, given)
-    columns = {"closed form" if closed else "T = 1": probs}
     if scaling is not None:
         # Beside a closed form, the temperature is one on the logits of the mean.
-        t, weighted = float(scaling), getattr(predictive, "weights", None) is not None
-        after = predictive.tempered(t).probs if weighted else tempered_probs(predictive.logits, t)
-        columns[f"mean, T = {t:.3f}" if closed else f"T = {t:.3f}"] = after
+        t, name = float(scaling), f"T = {float(scaling):.3f}"
+        after = tempered_probs(predictive.logits, t) if predictive.weights is None else predictive.tempered(t).probs
+        columns[f"mean, {name}" if predictive.closed_form else name] = after
+        pictures[f"Top label at {name}"] = _plot("reliability_diagram", after, labels)
+    if isinstance(scaling, metrics.Temperature):
+        pictures["Likelihood by temperature"] = _plot("temperature_curve", scaling)
     table = metrics.reliability(probs, labels)
     worst = int(table.counts[(table.accuracy - table.confidence).abs().nan_to_num(-1.0).argmax()])
     rows = [
-        (name, meaning.format(worst=worst), *(_number(score(p, labels)) for p in columns.values()))
+        (name, meaning.format(worst=worst), *(score(p, labels) for p in columns.values()))
         for name, meaning, score in _SCORES
     ]
-    diagrams = {
-        "Top label: the highest probability of each example": plots.reliability_diagram(probs, labels),
-        "Pooled: the probabilities of all classes": plots.reliability_diagram(probs, labels, kind="pooled"),
-    }
-    pictures = {
-        f"{when}: {name}": plots.reliability_diagram(p, labels)
-        for when, (name, p) in zip(("Before", "After"), columns.items(), strict=False)
-        if scaling is not None
-    }
-    if isinstance(scaling, Temperature):
-        pictures["Likelihood by temperature"] = plots.temperature_curve(scaling)
-    return {
-        "Scores": [_table(("", *(name.replace(" ", "\u00a0") for name in columns)), rows)],
-        "Calibration": [_pictures(diagrams)],
-        "Temperature scaling": [_note(remark), *([_pictures(pictures)] if pictures else [])],
-    }
+    scores: list[Part] = [Table(("", *columns), rows), remark]
+    return {"Scores": scores, "Calibration": [pictures], "Selective prediction": _selective(predictive)}
 
 
-def _temperature(predictive: Any, given: Temperature | float | None) -> tuple[Temperature | float | None, str]:
+def _temperature(predictive: Any, given: Any) -> tuple[Any, str]:
     """Return the temperature to show, if there is one, and where it comes from or why there is none."""
     if predictive.logits is None:
         return None, "No temperature scaling: it needs the logits of each sample, and this prediction kept none."
     if given is not None:
         return given, f"T = {float(given):.4f} was fitted on other data."
     try:
-        fitted = fit_temperature(predictive if hasattr(predictive, "weights") else predictive.logits, predictive.labels)
-    except TemperatureError as error:
+        fitted = metrics.fit_temperature(predictive)
+    except metrics.TemperatureError as error:
         return None, f"No temperature scaling: {error}."
     return fitted, f"T = {float(fitted):.4f} was fitted on these labels (optimistic): fit it on held-out data instead."
 
 
-def _refusal(predictive: Any) -> list[str]:
+def _selective(predictive: Any) -> list[Part]:
     """Show what refusing the uncertain examples gains, and how uncertain the wrong ones are."""
-    from bayesify.quality import plots
-
     probs, labels = predictive.probs, predictive.labels
-    curves = {"Confidence": metrics.risk_coverage(probs, labels)}
-    for name, uncertainty in _informative(predictive).items():
-        curves[name] = metrics.risk_coverage(probs, labels, uncertainty=uncertainty)
-    pictures = {"Error rate when the uncertain examples are refused": plots.risk_coverage(curves)}
+    rankings = {"Confidence": None, **_informative(predictive)}
+    curves = {name: metrics.risk_coverage(probs, labels, uncertainty=values) for name, values in rankings.items()}
+    pictures: Pictures = {"Error rate when the uncertain examples are refused": _plot("risk_coverage", curves)}
     wrong = probs.argmax(1) != labels.to(probs.device)
     if wrong.any() and not wrong.all():
         groups = predictive.entropy[~wrong], predictive.entropy[wrong]
-        histogram = plots.uncertainty_histogram(*groups, names=("Right", "Wrong"))
-        pictures["Entropy of right and wrong predictions"] = histogram
+        title = "Entropy of right and wrong predictions"
+        pictures[title] = _plot("uncertainty_histogram", *groups, names=("Right", "Wrong"))
     rows = []
     for risk in _RISKS:
         threshold = metrics.abstain_threshold(probs, labels, max_risk=risk)
-        answered = float((predictive.confidence >= threshold).double().mean())
-        said = f"answer {answered:.0%}" if answered else threshold.reason.split(":")[0] or "answer none of these"
-        rows.append((f"Error at most {risk:.0%}", "with 95% confidence, on new data of this source", said))
-    return [_pictures(pictures), _table(("Promise", "From these labels"), rows)]
+        answered = _share(predictive.confidence >= threshold)
+        text = f"answer {answered:.0%}" if answered else threshold.reason.split(":")[0] or "answer none of these"
+        rows.append((f"Error at most {risk:.0%}", "with 95% confidence, on new data of this source", text))
+    return [pictures, Table(("Promise", "From these labels"), rows)]
 
 
-def _uncertainty(predictive: Any, ood: Any) -> dict[str, list[str]]:
+def _uncertainty(predictive: Any, ood: Any) -> dict[str, list[Part]]:
     """Tabulate the mean uncertainties, and how well they detect out-of-distribution data."""
-    from bayesify.quality import plots
-
-    sets = {"Mean": predictive} if ood is None else {"In-distribution": predictive, "Out-of-distribution": ood}
-    rows = [
-        (name, meaning, *(_number(getattr(value, attribute).mean().item()) for value in sets.values()))
-        for name, meaning, attribute in _UNCERTAINTIES
-    ]
-    sections = {"Uncertainty": [_table(("", *sets), rows)]}
     if ood is None:
-        return sections
-    inside, outside = _informative(predictive), _informative(ood)
-    pairs = {name: (inside[name], outside[name]) for name in inside if name in outside}
-    detection = [
-        ("AUROC", "1 is perfect, 0.5 is chance", *(_number(metrics.auroc(*pair)) for pair in pairs.values())),
-        ("FPR95", "false alarms at 95% detection", *(_number(metrics.fpr95(*pair)) for pair in pairs.values())),
+        return {"Uncertainty": [Table(("", "Mean"), _means({"Mean": predictive}))]}
+    sets, pairs = {"In-distribution": predictive, "Out-of-distribution": ood}, _shared(predictive, ood)
+    rows = [
+        ("AUROC", "1 is perfect, 0.5 is chance", *(metrics.auroc(*pair) for pair in pairs.values())),
+        ("FPR95", "false alarms at 95% detection", *(metrics.fpr95(*pair) for pair in pairs.values())),
     ]
-    parts = [_table(("", *pairs), detection)]
+    parts: list[Part] = [Table(("", *pairs), rows)]
     if "Novelty" in pairs:
-        others = f"{_flagged(ood)} of the out-of-distribution examples."
-        parts.append(_note(f"{_alarm(predictive)} of the in-distribution and {others}"))
+        parts.append(f"{_alarms(predictive)} in-distribution examples. {_alarms(ood)} out-of-distribution examples.")
     if "Mutual information" not in pairs:
-        parts.append(_note("Mutual information is left out: it is zero, as it is for a single sample."))
-    histograms = {name: plots.uncertainty_histogram(*pair, quantity=name) for name, pair in pairs.items()}
-    return sections | {"Out-of-distribution detection": [*parts, _pictures(histograms)]}
+        parts.append("Mutual information is left out: it is zero, as it is for a single sample.")
+    parts.append({name: _plot("uncertainty_histogram", *pair, quantity=name) for name, pair in pairs.items()})
+    return {"Uncertainty": [Table(("", *sets), _means(sets))], "Out-of-distribution detection": parts}
 
 
-def _alarm(predictive: Any) -> str:
-    return f"An alarm at a false-alarm rate of {predictive.false_alarms:.3g} flags {_flagged(predictive)}"
-
-
-def _flagged(predictive: Any) -> str:
-    return f"{float(predictive.alarm().double().mean()):.1%}"
-
-
-def _informative(predictive: Any) -> dict[str, Any]:
-    """Return the entropy, the mutual information where it is more than rounding, and the novelty where it is known."""
-    kinds = {"Entropy": predictive.entropy}
-    if predictive.mutual_information.max() > _NO_INFORMATION:
-        kinds["Mutual information"] = predictive.mutual_information
-    if getattr(predictive, "novelty", None) is not None:
-        kinds["Novelty"] = predictive.novelty
-    return kinds
-
-
-def _uncertain(predictive: Any, items: Sequence[Any] | None) -> list[str]:
-    """Show the examples of largest entropy, as they are if `items` were given."""
-    said = {}
+def _uncertain(predictive: Any, items: Sequence[Any] | None) -> Part:
+    """Return the examples of largest entropy, as they are if `items` were given."""
+    answers = {}
     for i in predictive.entropy.argsort(descending=True, stable=True)[:_MOST_UNCERTAIN].tolist():
         right = "" if predictive.labels is None else f", label {int(predictive.labels[i])}"
-        said[i] = f"class {int(predictive.probs[i].argmax())} at {float(predictive.confidence[i]):.0%}{right}"
-    if items is None or isinstance(items[0], str):
-        texts = {i: f"number {i}" if items is None else items[i] for i in said}
-        rows = [(texts[i], s, _number(float(predictive.entropy[i]))) for i, s in said.items()]
-        return [_table(("", "Entropy"), rows)]
-    look = 'width="112" style="image-rendering: pixelated"'
-    return [_figures([_figure(f"number {i}: {s}", look, "png", _png(items[i])) for i, s in said.items()])]
+        answers[i] = f"class {int(predictive.probs[i].argmax())} at {float(predictive.confidence[i]):.0%}{right}"
+    if items is not None and not isinstance(items[0], str):
+        return {f"number {i}: {answer}": items[i] for i, answer in answers.items()}
+    texts = {i: f"number {i}" if items is None else items[i] for i in answers}
+    return Table(("", "Entropy"), [(texts[i], answer, float(predictive.entropy[i])) for i, answer in answers.items()])
 
 
-# -- HTML --------------------------------------------------------------------------------------------------------------
+def _json(head: dict[str, str], sections: Mapping[str, Sequence[Part]]) -> str:
+    """Return {section: {row: {column: value}}}, with the notes of each section; what is not finite is null."""
+    content: dict[str, Any] = {**head}
+    for heading, parts in sections.items():
+        content[heading] = {"notes": [part for part in parts if isinstance(part, str)]} | {
+            name: {k: None if v in (math.inf, -math.inf) else v for k, v in zip(part.header[1:], values, strict=True)}
+            for part in parts
+            if isinstance(part, Table)
+            for name, _, *values in part.rows
+        }
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose rows are a name, its explanation, and one value for each further column."""
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+def _html(head: dict[str, str], sections: Mapping[str, Sequence[Part]]) -> str:
+    body = "\n".join(
+        "\n".join([f"<section>\n<h2>{escape(heading)}</h2>", *map(_part, parts), "</section>"])
+        for heading, parts in sections.items()
+    )
+    page = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return page.substitute({name: escape(text) for name, text in head.items()}, body=body)
+
+
+def _part(part: Part) -> str:
+    if isinstance(part, str):
+        return f'<p class="note">{escape(part)}</p>'
+    if isinstance(part, dict):
+        shown = "\n".join(_figure(caption, picture) for caption, picture in part.items())
+        return f'<div class="pictures">\n{shown}\n</div>' if part else ""
+    head = "".join(f'<th scope="col">{escape(cell.replace(" ", chr(160)))}</th>' for cell in part.header)
     body = "\n".join(
         f"<tr><td>{escape(name)}<small>{escape(meaning)}</small></td>"
-        + "".join(f"<td>{escape(value)}</td>" for value in values)
+        + "".join(f"<td>{escape(_shown(value))}</td>" for value in values)
         + "</tr>"
-        for name, meaning, *values in rows
+        for name, meaning, *values in part.rows
     )
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
+def _shown(value: Any) -> str:
+    """Write four decimals, or three digits where those would say little."""
+    if not isinstance(value, float):
+        return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
-def _pictures(figures: Mapping[str, Figure]) -> str:
-    """Return figures by their captions; each is an image of its own, so that its ids clash with no other's."""
-    shown = []
-    for caption, figure in figures.items():
-        buffer = io.BytesIO()
+def _figure(caption: str, picture: Any) -> str:
+    """Return a figure as an image of its own, so that its ids clash with no other's; or an image of the data."""
+    buffer, text = io.BytesIO(), escape(caption)
+    if callable(picture):
+        figure = picture()
         figure.savefig(buffer, format="svg")
-        look = f'width="{figure.get_figwidth() * _PIXELS_PER_INCH:.0f}"'
-        shown.append(_figure(caption, look, "svg+xml", base64.b64encode(buffer.getvalue()).decode("ascii")))
-    return _figures(shown)
-
-
-def _figure(caption: str, look: str, kind: str, data: str) -> str:
-    said = escape(caption)
+        kind, look = "svg+xml", f'width="{figure.get_figwidth() * _PIXELS_PER_INCH:.0f}"'
+    else:
+        _save_png(picture, buffer)
+        kind, look = "png", 'width="112" style="image-rendering: pixelated"'
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
     return (
-        f'<figure><img {look} alt="{said}" src="data:image/{kind};base64,{data}">'
-        f"<figcaption>{said}</figcaption></figure>"
+        f'<figure><img {look} alt="{text}" src="data:image/{kind};base64,{data}">'
+        f"<figcaption>{text}</figcaption></figure>"
     )
 
 
-def _figures(shown: Sequence[str]) -> str:
-    return '<div class="pictures">\n' + "\n".join(shown) + "\n</div>"
-
-
-def _png(image: Any) -> str:
-    """Return an image, (H, W), (1 or 3, H, W) or (H, W, 3), as a PNG in base64, from its darkest to its lightest."""
+def _save_png(image: Any, file: io.BytesIO) -> None:
+    """Write an image, (H, W), (1 or 3, H, W) or (H, W, 3), from its darkest to its lightest."""
     import matplotlib.image
 
     values = torch.as_tensor(image).detach().cpu().double()
@@ -358,41 +383,15 @@ def _png(image: Any) -> str:
         raise ValueError(f"items must be texts or images such as (H, W) or (3, H, W), got shape {tuple(values.shape)}")
     values = (values - values.min()) / (values.max() - values.min()).clamp_min(1e-12)
     rgb = values.squeeze(-1) if values.shape[-1] == 1 else values
-    buffer = io.BytesIO()
-    matplotlib.image.imsave(buffer, rgb.numpy(), cmap="gray", format="png")
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    matplotlib.image.imsave(file, rgb.numpy(), cmap="gray", format="png")
 
 
-def _number(value: float) -> str:
-    """Write four decimals, or three digits where those would say little."""
-    return f"{value:.4f}" if value == 0 or value >= 0.01 else f"{value:.3g}"
-
-
-def _write(
-    path: str | os.PathLike[str], title: str, facts: Sequence[str], sections: Mapping[str, Sequence[str]]
-) -> Path:
-    """Write the page by one atomic rename: readers see the old file or the whole new one."""
-    try:
-        own = version("bayesify")
-    except PackageNotFoundError:  # imported from a folder
-        own = "of a checkout"
-    made = f"Made on {date.today().isoformat()} by bayesify {own} with torch {torch.__version__}."
-    body = "\n".join(
-        "\n".join([f"<section>\n<h2>{escape(heading)}</h2>", *parts, "</section>"])
-        for heading, parts in sections.items()
-    )
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<header>\n<h1>{escape(title)}</h1>\n<p>{escape(' · '.join(facts))}</p>\n</header>\n{body}\n"
-        f"<footer><small>{escape(made)}</small></footer>\n</main>\n</body>\n</html>\n"
-    )
-    target = Path(path)
+def _write(target: Path, text: str) -> Path:
+    """Write by one atomic rename: readers see the old file or the whole new one."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = target.with_name(f".{target.name}.{os.getpid()}.part")
+    partial_file = target.with_name(f".{target.name}.{os.getpid()}.part")  # of this process alone
     try:
-        partial_file.write_text(page, encoding="utf-8")
+        partial_file.write_text(text, encoding="utf-8")
         partial_file.replace(target)
     finally:
         partial_file.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify import metrics
 from bayesify.core.draws import Draw
 from bayesify.core.mixture import member_count, member_scopes
 from bayesify.core.modes import MEAN, Mode, override
@@ -280,7 +279,7 @@ class Evaluation:
             out = {
                 "nll": float(rows[:, NLL].double().mean()),
                 "error": float(rows[:, WRONG].mean()),
-                "ece": metrics.binned(rows[:, CONFIDENCE].double(), rows[:, WRONG] == 0, BIN_EDGES).ece,
+                "ece": binned(rows[:, CONFIDENCE].double(), rows[:, WRONG] == 0, BIN_EDGES).ece,
                 "mutual_information": float(rows[:, INFORMATION].mean()),
             }
         elif self.squared_errors:

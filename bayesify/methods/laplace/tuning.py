@@ -27,8 +27,8 @@ from bayesify.prediction.likelihoods import Classification, Given, Likelihood, R
 from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import join_labels
 from bayesify.prediction.view import evaluation
+from bayesify.quality.calibration import golden_section
 from bayesify.quality.regression import gaussian_nll
-from bayesify.quality.temperature import golden_section
 
 logger = logging.getLogger("bayesify")
 

@@ -107,6 +107,6 @@ MUTANTS = [
         ("ranks of the values alone", "_ratio(_scores(folded))", "_ratio(_scores(halves))", "scales or vehtari"),
         ("ranks without their correction", "(ranks - 0.375) /", "(ranks - 0.5) /", "vehtari"),
         ("one tail", "torch.minimum(low, high)", "low", "vehtari"),
-        ("circular autocovariances", "n=2 * n, dim=1)\n    sums", "n=n, dim=1)\n    sums", "sums"),
+        ("circular autocovariances", "n=2 * n, dim=1)\n    auto", "n=n, dim=1)\n    auto", "sums"),
     ),
 ]

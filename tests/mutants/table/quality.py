@@ -103,9 +103,8 @@ MUTANTS = [
     *of(
         "quality/conformal.py",
         "test_deciding.py",
-        ("Clopper-Pearson at the other level", "middle) >= 1 - confidence", "middle) >= confidence", "clopper"),
-        ("fewer errors than there were", "k > errors.unsqueeze(1)", "k >= errors.unsqueeze(1)", "clopper"),
-        ("no binomial coefficient", "ways + k * math.log(rate)", "k * math.log(rate)", "clopper"),
+        ("fewer errors than there were", "k > errors.unsqueeze(1)", "k >= errors.unsqueeze(1)", "binomial"),
+        ("no binomial coefficient", "ways + k * math.log(rate)", "k * math.log(rate)", "binomial"),
         ("a test of the other tail", "1, max_risk) <= level", "1, max_risk) <= 1 - level", "threshold"),
         (
             "nothing is split between the starts",
@@ -125,7 +124,7 @@ MUTANTS = [
         ("energy at T = 1", "to_logits(logits) / temperature, -1", "to_logits(logits), -1", "energy"),
     ),
     *of(
-        "quality/temperature.py",
+        "quality/calibration.py",
         "test_temperature.py",
         ("logits times T", "to_logits(logits) / temperature", "to_logits(logits) * temperature", ""),
         ("the grid's optimum is the last word", "curve |= golden_section(", "golden_section(", ""),
@@ -186,7 +185,7 @@ MUTANTS = [
         ("the variance in the wrong basis", "self.q @ self.basis.square().T", "self.q", "closed_forms_moments"),
     ),
     *of(
-        "quality/distances.py",
+        "quality/metrics.py",
         "test_novelty.py",
         ("not shrunk", "share * trace / size + 1e-12", "1e-12", "chens"),
         ("shrunk by the covariance's square alone", "* square + trace**2) / gap", "* square) / gap", "chens"),

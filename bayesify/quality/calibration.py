@@ -1,24 +1,131 @@
-"""Temperature scaling: one number that repairs the confidence of a classifier.
-
-The temperature divides the logits of every posterior sample *inside* the Monte Carlo average, and an optimum at the
-edge of the search range is an error, never a result.
-"""
+"""Calibration of a classifier: reliability by bins, expected calibration errors, and temperature scaling."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from bayesify.quality.arrays import Array, ArrayT, like, to_double, to_labels, to_logits
+from bayesify.quality.arrays import Array, ArrayT, like, to_classes, to_double, to_labels, to_logits
 
+Kind: TypeAlias = Literal["top", "pooled"]
+
+_KINDS = get_args(Kind)
 _GRID_POINTS = 41
-_LOG_T_WIDTH = 1e-8
 _NLL_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Reliability:
+    """Confidence and accuracy by bin; empty bins have count, accuracy and confidence zero."""
+
+    edges: Tensor  # of the bins, M + 1
+    counts: Tensor  # predictions in each bin
+    accuracy: Tensor  # the fraction of each bin's predictions that came true
+    confidence: Tensor  # the mean probability of each bin
+
+    @property
+    def ece(self) -> float:
+        r"""Expected calibration error :math:`\sum_m \frac{|B_m|}{\sum_j |B_j|} |acc_m - conf_m|`."""
+        return float((self.counts * self._gaps).sum() / self.counts.sum())
+
+    @property
+    def ece_debiased(self) -> float:
+        r"""The ECE without what noise alone adds to it, 2 ECE - E[ECE*], at least 0 (Kumar, Liang and Ma 2019).
+
+        ECE* is the score of another sample of labels, in which the gap of bin m is
+        :math:`N(g, s^2), g = acc_m - conf_m, s^2 = acc_m (1 - acc_m) / |B_m|`, so that
+        :math:`E|N(g, s^2)| = s \sqrt{2/\pi} \exp(-g^2/2s^2) + g \, \mathrm{erf}(g/(s \sqrt 2))`.
+        """
+        gap = self._gaps
+        s = (self.accuracy * (1 - self.accuracy) / self.counts.clamp_min(1)).sqrt().clamp_min(1e-12)
+        z = gap / s
+        again = s * math.sqrt(2 / math.pi) * torch.exp(-(z**2) / 2) + gap * torch.erf(z / math.sqrt(2))
+        return max(0.0, float((self.counts * (2 * gap - again)).sum() / self.counts.sum()))
+
+    @property
+    def mce(self) -> float:
+        r"""Maximum calibration error :math:`\max_m |acc_m - conf_m|` over the bins that are not empty."""
+        return float(self._gaps.max())
+
+    @property
+    def _gaps(self) -> Tensor:
+        return (self.accuracy - self.confidence).abs()
+
+
+def reliability(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> Reliability:
+    """Sort predictions into M equal bins of confidence and compare with how often they came true.
+
+    Bin m holds m/M <= p < (m+1)/M, and the last one p = 1 too. The edges are rounded to the precision of `probs`, so
+    0.7 in float32 lies on the edge 0.7.
+
+    Args:
+        probs: Probabilities, shape (N, K).
+        labels: Integer classes, shape (N,).
+        bins: The number of bins M.
+        kind: "top" bins the N highest probabilities; "pooled" all N * K probabilities, most of them near zero, which
+            makes its errors much smaller: report which kind it is.
+
+    Returns:
+        The bins, with their `ece` and `mce`.
+
+    Example:
+        >>> reliability(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 1]), bins=2).counts
+        tensor([0, 2])
+    """
+    p, y = to_classes(probs, labels)
+    if not isinstance(bins, int) or isinstance(bins, bool):
+        raise TypeError(f"bins must be an int, got {type(bins).__name__}; 15 is customary")
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}; 15 is customary")
+    if kind == "top":
+        confidence, top = p.max(1)
+        true = top == y
+    elif kind == "pooled":
+        confidence, true = p.flatten(), one_hot(y, p.shape[1]).flatten()
+    else:
+        raise ValueError(f"kind must be one of {_KINDS}, got {kind!r}; most papers report 'top'")
+    edges = torch.arange(bins + 1, dtype=torch.float64, device="cpu") / bins
+    return replace(binned(confidence, true, to_double(like(edges, probs), "edges")), edges=edges)
+
+
+def binned(confidence: Tensor, true: Tensor, edges: Tensor) -> Reliability:
+    """Return the bins of confidences, given whether each came true."""
+    bins = len(edges) - 1
+    bin_of = torch.bucketize(confidence, edges, right=True).sub(1).clamp(max=bins - 1)
+    counts = torch.bincount(bin_of, minlength=bins)
+    accuracy, mean_confidence = (
+        torch.bincount(bin_of, values, minlength=bins) / counts.clamp(min=1) for values in (true.double(), confidence)
+    )
+    return Reliability(edges, counts, accuracy, mean_confidence)
+
+
+def ece(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> float:
+    """Expected calibration error: `reliability(...).ece`, the gap of the bins weighted by their sizes.
+
+    Example:
+        >>> round(ece(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
+        0.25
+    """
+    return reliability(probs, labels, bins, kind).ece
+
+
+def mce(probs: Array, labels: Array, bins: int = 15, kind: Kind = "top") -> float:
+    """Maximum calibration error: `reliability(...).mce`, the largest gap of a bin.
+
+    Example:
+        >>> round(mce(torch.tensor([[0.9, 0.1], [0.6, 0.4]]), torch.tensor([0, 0])), 4)
+        0.4
+    """
+    return reliability(probs, labels, bins, kind).mce
+
+
+# -- temperature scaling -----------------------------------------------------------------------------------------------
 
 
 class TemperatureError(ValueError):
@@ -27,19 +134,12 @@ class TemperatureError(ValueError):
 
 @dataclass(frozen=True)
 class Temperature:
-    """A fitted temperature.
-
-    Attributes:
-        temperature: The optimum T; above one the model was overconfident, below one underconfident.
-        nll: Mean negative log-likelihood at T, on the data of the fit.
-        nll_before: The same at T = 1.
-        curve: Every (T, NLL) pair that the search evaluated, sorted by T.
-    """
+    """A fitted temperature T: above one the model was overconfident, below one underconfident."""
 
     temperature: float
-    nll: float
-    nll_before: float
-    curve: tuple[tuple[float, float], ...] = field(repr=False)
+    nll: float  # mean negative log-likelihood at T, on the data of the fit
+    nll_before: float  # the same at T = 1
+    curve: tuple[tuple[float, float], ...] = field(repr=False)  # every (T, NLL) of the search, sorted by T
 
     def __float__(self) -> float:
         """Return the temperature itself."""
@@ -54,13 +154,6 @@ def tempered_probs(logits: ArrayT, temperature: float) -> ArrayT:
     r"""Average the softmax of each sample's logits at one temperature, in log space and in float64.
 
     .. math:: p_T(k | x_n) = \frac{1}{S} \sum_s \mathrm{softmax}(f_s(x_n) / T)_k
-
-    Args:
-        logits: Shape (N, K), or (S, N, K) with one slice per posterior sample.
-        temperature: T, positive and finite.
-
-    Returns:
-        Probabilities of shape (N, K), of the type of `logits`.
 
     Example:
         >>> tempered_probs(torch.tensor([[2.0, 0.0]]), 1e6)
@@ -131,12 +224,8 @@ def fit_temperature(
         log_probs = -torch.logsumexp(margins / math.exp(log_t), dim=2)
         return float(-torch.logsumexp(log_probs + log_share, dim=0).mean())
 
-    grid = torch.linspace(math.log(low), math.log(high), _GRID_POINTS, dtype=torch.float64).tolist()
-    curve = {log_t: nll(log_t) for log_t in grid}
-    best = min(curve, key=curve.__getitem__)
+    curve = minimized(nll, math.log(low), math.log(high), _GRID_POINTS)
     _require_interior(curve, bounds)
-    index = grid.index(best)
-    curve |= golden_section(nll, grid[index - 1], grid[index + 1])
     best = min(curve, key=curve.__getitem__)
     pairs = tuple((math.exp(log_t), curve[log_t]) for log_t in sorted(curve))
     return Temperature(math.exp(best), curve[best], nll(0.0), pairs)
@@ -145,20 +234,20 @@ def fit_temperature(
 def _rows(logits: Array, labels: Array) -> tuple[Tensor, Array]:
     """Return logits (S, N, K) and labels (N,), of dense ones a row for each label that counts."""
     shape, wanted = (tuple(getattr(values, "shape", ())) for values in (logits, labels))
-    if len(wanted) < 2 or len(shape) - len(wanted) not in (1, 2):
-        return to_logits(logits), labels
     first = len(shape) - len(wanted)  # the class dimension is behind samples and examples
+    if len(wanted) < 2 or first not in (1, 2):
+        return to_logits(logits), labels
     places = [d for d in range(first, len(shape)) if shape[first - 1 : d] + shape[d + 1 :] == wanted]
     if len(places) != 1:
-        said = f"may be any of the dimensions {places} of" if places else "is none of"
+        found = f"may be any of the dimensions {places} of" if places else "is none of"
         raise ValueError(
-            f"the class dimension {said} logits of shape {shape} for labels of shape {wanted}; give rows: "
+            f"the class dimension {found} logits of shape {shape} for labels of shape {wanted}; give rows: "
             "logits.movedim(class_dim, -1).flatten(0, -2) and labels.flatten()"
         )
-    values, truth = to_double(logits, "logits").movedim(places[0], -1), torch.as_tensor(labels).flatten()
-    values = values.flatten(first - 1, -2)
+    values = to_double(logits, "logits").movedim(places[0], -1).flatten(first - 1, -2)
+    truth = torch.as_tensor(labels).flatten()
     kept = truth != -100
-    return to_logits(values[kept] if first == 1 else values[:, kept]), truth[kept]
+    return to_logits(values[..., kept, :]), truth[kept]
 
 
 def _require_interior(curve: dict[float, float], bounds: tuple[float, float]) -> None:
@@ -182,20 +271,27 @@ def _require_interior(curve: dict[float, float], bounds: tuple[float, float]) ->
         )
 
 
-def golden_section(
-    nll: Callable[[float], float], low: float, high: float, width: float = _LOG_T_WIDTH
-) -> dict[float, float]:
+def minimized(cost: Callable[[float], float], low: float, high: float, points: int) -> dict[float, float]:
+    """Search a minimum by a grid, then by golden sections around its best point; return every point evaluated."""
+    grid = torch.linspace(low, high, points, dtype=torch.float64).tolist()
+    curve = {x: cost(x) for x in grid}
+    best = grid.index(min(curve, key=curve.__getitem__))
+    curve |= golden_section(cost, grid[max(best - 1, 0)], grid[min(best + 1, points - 1)])
+    return curve
+
+
+def golden_section(cost: Callable[[float], float], low: float, high: float, width: float = 1e-8) -> dict[float, float]:
     """Shrink a bracket of the minimum to a width, by golden sections, and return every point evaluated."""
     ratio = (math.sqrt(5) - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
-    curve = {left: nll(left), right: nll(right)}
+    curve = {left: cost(left), right: cost(right)}
     while high - low > width:
         if curve[left] <= curve[right]:
             high, right = right, left
             left = high - ratio * (high - low)
-            curve[left] = nll(left)
+            curve[left] = cost(left)
         else:
             low, left = left, right
             right = low + ratio * (high - low)
-            curve[right] = nll(right)
+            curve[right] = cost(right)
     return curve
