@@ -265,7 +265,8 @@ def test_a_window_of_production_data_is_compared_with_the_validation_set(tmp_pat
     assert table["Alarms"]["Window"] == pytest.approx(float(other.alarm().double().mean()))
     assert table["Confidence"]["Validation"] == pytest.approx(float(validation.confidence.mean()))
     assert table["Novelty p-value"]["Window"] == pytest.approx(float(other.novelty_pvalue.median()))
-    assert numbers["same"]["Novelty"]["First alarm"] is None and table["Novelty"]["First alarm"] > 0
+    assert numbers["same"]["Drift: novelty"]["First alarm"] is None
+    assert table["Drift: novelty"]["First alarm"] > 0
     assert numbers["same"]["notes"][0].startswith("No drift") and "novelty is higher" in table["notes"][0]
     page = Reader(plots.report(other, tmp_path / "page.html", validation=validation).read_text())
     assert "Compared with the validation set" in page.text and "Validation" in page.text
@@ -277,7 +278,7 @@ def test_a_window_of_a_regression_is_compared(tmp_path):
     near, far = (predict(model, s * torch.randn(200, 3), samples=5, seed=0, task="regression") for s in (1, 5))
     path = plots.report(far.with_noise(0.1), tmp_path / "r.json", validation=near.with_noise(0.1))
     table = json.loads(path.read_text())["Compared with the validation set"]
-    assert table["Standard deviation"]["First alarm"] is not None
+    assert table["Drift: standard deviation"]["First alarm"] is not None
     assert table["Epistemic"]["Window"] > table["Epistemic"]["Validation"]
     with pytest.raises(TypeError, match="validation must hold a regression"):
         plots.report(far, tmp_path / "r.json", validation=Predictive.from_logits(LOGITS))

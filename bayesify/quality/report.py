@@ -196,12 +196,14 @@ def _compared(window: Any, validation: Any, threshold: float | None) -> list[Par
     drifts, changes = list[tuple[Any, ...]](), list[str]()
     for name, (known, new) in pairs.items():
         found = metrics.drift(conformal_pvalues(new.double(), known.double().sort().values), held_out=len(known))
-        drifts.append((name, "higher than in the validation set", found.at, float(found.wealth.max())))
+        drifts.append(
+            (f"Drift: {name.lower()}", "higher than in the validation set", found.at, float(found.wealth.max()))
+        )
         changes += [] if found.at is None else [f"{name.lower()} is higher, seen at example {found.at}"]
     pictures = {k: _plot("uncertainty_histogram", *pair, quantity=k, names=tuple(sets)) for k, pair in pairs.items()}
     verdict = f"The data has changed: {'; '.join(changes)}." if changes else "No drift: the data is as it was."
     note = f"{verdict} Each test gives a false alarm with a probability of 1%, however long the window is."
-    return [note, Table(("", *sets), rows), Table(("Drift", "First alarm", "Wealth (alarm at 100)"), drifts), pictures]
+    return [note, Table(("", *sets), rows), Table(("", "First alarm", "Wealth (alarm at 100)"), drifts), pictures]
 
 
 def _regression(predictive: Any) -> dict[str, list[Part]]:
