@@ -370,7 +370,7 @@ def draw(rows: list[Row], path: Path) -> None:
         ImportError: There is no matplotlib.
     """
     from bayesify.quality import plots
-    from bayesify.quality.drawing import SMALL, finish, new_figure
+    from bayesify.quality.plots import SMALL, finish, new_figure
 
     figure = new_figure(7.5, 3.0)
     left, right = figure.subplots(1, 2)

@@ -160,7 +160,7 @@ def _means(sets: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     return [(name, text, *(float(getattr(x, kind).mean()) for x in sets.values())) for name, text, kind in kinds]
 
 
-def _informative(predictive: Any) -> dict[str, Any]:
+def informative(predictive: Any) -> dict[str, Any]:
     """Return the uncertainties of each example that say something: not those that are zero or not known."""
     if hasattr(predictive, "interval"):
         kinds = {"Standard deviation": predictive.std.flatten(1).mean(1)}
@@ -175,7 +175,7 @@ def _informative(predictive: Any) -> dict[str, Any]:
 
 def _shared(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
     """Return the uncertainties that both predictions have."""
-    one, other = _informative(first), _informative(second)
+    one, other = informative(first), informative(second)
     return {name: (one[name], other[name]) for name in one if name in other}
 
 
@@ -266,7 +266,7 @@ def _temperature(predictive: Any, given: Any) -> tuple[Any, str]:
 def _selective(predictive: Any) -> list[Part]:
     """Show what refusing the uncertain examples gains, and how uncertain the wrong ones are."""
     probs, labels = predictive.probs, predictive.labels
-    rankings = {"Confidence": None, **_informative(predictive)}
+    rankings = {"Confidence": None, **informative(predictive)}
     curves = {name: metrics.risk_coverage(probs, labels, uncertainty=values) for name, values in rankings.items()}
     pictures: Pictures = {"Error rate when the uncertain examples are refused": _plot("risk_coverage", curves)}
     wrong = probs.argmax(1) != labels.to(probs.device)

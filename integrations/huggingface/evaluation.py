@@ -25,6 +25,7 @@ from bayesify.prediction.last_layer import Call, NotLastError, same_output, watc
 from bayesify.prediction.novelty import Watch
 from bayesify.prediction.predict import MOST
 from bayesify.prediction.predictive import entropy_of
+from bayesify.quality.calibration import binned
 
 KEPT_BYTES = 1 << 31  # of sampled weights that stay in memory between batches; more are drawn anew for each
 BIN_EDGES = (torch.arange(16, dtype=torch.float64) / 15).float().double()  # of `metrics.ece`, rounded as outputs are
