@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bayesify.core.method import ARGUMENTS, Method, resolve
 from bayesify.core.wrap import bayesify
-from bayesify.prediction.statistics import update_bn
+from bayesify.prediction.calibrate import update_bn
 
 from .extras import extra
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesify import active, bayesify, fit_laplace, metrics, predict
-from bayesify.prediction.predictive import ClassificationTally, MultilabelPredictive, Predictive
+from bayesify.prediction.averages import ClassificationTally
+from bayesify.prediction.predictive import MultilabelPredictive, Predictive
 from bayesify.prediction.regression import RegressionPredictive
 from bayesify.quality import conformal
 
@@ -27,7 +28,7 @@ def classes(count, seed, *, sharp=2.0, number=4):
 
 def predictive(probs, labels=None):
     tally = ClassificationTally(keep=True)
-    tally.add(0, 0, probs.log())
+    tally.add(0, probs.log())
     return tally.finish(0, [labels])
 
 
@@ -263,8 +264,8 @@ def pool(samples=12, count=30, seed=0):
     tally = ClassificationTally(keep=True)
     generator = torch.Generator().manual_seed(seed)
     center = torch.randn(count, 3, generator=generator)
-    for s in range(samples):
-        tally.add(s, 0, center + 0.3 * torch.randn(count, 3, generator=generator, dtype=torch.float64))
+    for _ in range(samples):
+        tally.add(0, center + 0.3 * torch.randn(count, 3, generator=generator, dtype=torch.float64))
     return tally.finish(samples, [None])
 
 
@@ -290,8 +291,8 @@ def test_deviations_square_to_twice_the_mutual_information():
     for spread in (0.1, 0.05):
         tally = ClassificationTally(keep=True)
         generator = torch.Generator().manual_seed(0)
-        for s in range(20):
-            tally.add(s, 0, 1.0 + spread * torch.randn(4, 3, generator=generator, dtype=torch.float64))
+        for _ in range(20):
+            tally.add(0, 1.0 + spread * torch.randn(4, 3, generator=generator, dtype=torch.float64))
         out = tally.finish(20, [None])
         second = active.deviations(out).square().sum((1, 2)) / 2
         errors.append(float((second / out.mutual_information - 1).abs().max()))
@@ -311,7 +312,7 @@ def test_a_second_copy_adds_little():
 def test_information_of_a_regression_is_that_of_gaussians(shape):
     outputs = torch.randn(400, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noise = torch.full(shape, 0.5, dtype=torch.float64)
-    out = RegressionPredictive(outputs.mean(0), outputs.std(0), noise, outputs, None, None, len(outputs))
+    out = RegressionPredictive(outputs.mean(0), outputs.std(0), noise, outputs, num_samples=len(outputs))
     unknown = torch.distributions.Normal(0.0, (outputs.var(0) + 0.25).sqrt()).entropy()
     expected = unknown - torch.distributions.Normal(0.0, noise).entropy()
     torch.testing.assert_close(active.information(out), expected if len(shape) == 1 else expected.sum(1))

@@ -23,7 +23,7 @@ from bayesify.core.scopes import named_posteriors
 from bayesify.core.stored import Kept
 from bayesify.engine.noise import name_key
 from bayesify.methods.cycles import Stages
-from bayesify.prediction.statistics import STALE
+from bayesify.prediction.view import STALE
 
 SHARED = name_key("swag/shared")
 

@@ -1,8 +1,11 @@
-"""Read what people call a batch: tensors, tuples, dicts, Hugging Face encodings and outputs."""
+"""Batches of every kind (tensors, tuples, dicts, Hugging Face encodings), outputs, and labels that fit the outputs.
+
+Nothing is broadcast, guessed or repaired.
+"""
 
 import copy
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,6 +19,7 @@ from bayesify.core import ranks
 from bayesify.prediction.view import views
 
 LABELS = "labels"
+IGNORED = -100  # the label of what does not count, as in cross_entropy
 FIXES = {
     "ndarray": "pass torch.from_numpy(array).float()",
     "int": "rows of numbers need a DataLoader, whose collate_fn makes tensors of them",
@@ -24,13 +28,7 @@ FIXES = {
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Split a batch into inputs and labels (None where there are none).
-
-    A tuple or list is (inputs,) or (inputs, labels); a mapping may hold "labels"; anything else is inputs.
-
-    Raises:
-        ValueError: A tuple of another length.
-    """
+    """Split a batch into inputs and labels (None where there are none)."""
     if isinstance(batch, (tuple, list)):
         if len(batch) not in (1, 2):
             raise ValueError(
@@ -44,18 +42,12 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def call_model(model: nn.Module, inputs: Any, labels: Any = None) -> Any:
-    """Call a model on inputs of any kind; encoder-decoders get their labels too, without which they cannot run.
-
-    Raises:
-        TypeError: The model failed on inputs that hold no tensor.
-    """
+    """Call a model on inputs of any kind; encoder-decoders get their labels too, without which they cannot run."""
     try:
         if isinstance(inputs, Mapping):
             needs_labels = labels is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
             return model(**inputs, **({LABELS: labels} if needs_labels else {}))
-        if isinstance(inputs, (tuple, list)):
-            return model(*inputs)
-        return model(inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
     except Exception as error:
         if isinstance(error, TypeError) and isinstance(inputs, Mapping) and "'label'" in str(error):
             raise TypeError("the model takes no 'label', which the batches hold; call their labels 'labels'") from error
@@ -70,21 +62,15 @@ def call_model(model: nn.Module, inputs: Any, labels: Any = None) -> Any:
 
 def _leaves(inputs: Any) -> Iterator[Any]:
     """Yield what nested inputs are made of."""
-    if isinstance(inputs, Mapping):
-        inputs = list(inputs.values())
-    if isinstance(inputs, (tuple, list)):
-        for entry in inputs:
+    if isinstance(inputs, (Mapping, tuple, list)):
+        for entry in inputs.values() if isinstance(inputs, Mapping) else inputs:
             yield from _leaves(entry)
     else:
         yield inputs
 
 
 def logits_of(output: Any) -> Tensor:
-    """Find the tensor of logits (or of regression outputs) in what a model returned.
-
-    Raises:
-        TypeError: There is none to be found.
-    """
+    """Find the tensor of logits, or of a regression's outputs, in what a model returned."""
     if isinstance(output, Tensor):
         return output
     found = getattr(output, "logits", None)
@@ -121,31 +107,38 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def run_through(model: nn.Module, batches: Iterable[Any]) -> bool:
+    """Run a model on batches; return whether there are any."""
+    device, some = device_of(model), False
+    for batch in batches:
+        call_model(model, *(to_device(part, device) for part in split_batch(batch)))
+        some = True
+    return some
+
+
 def is_one_batch(data: Any) -> bool:
-    """Tell one batch (a tensor, an array, a mapping) from an iterable of batches."""
+    """Return whether data is one batch (a tensor, an array, a mapping), not an iterable of batches."""
     return isinstance(data, (Tensor, Mapping, np.ndarray, str))
 
 
 def as_batches(data: Any) -> Iterable[Any]:
     """Return data as an iterable of batches: what is one batch becomes a list of it.
 
-    Raises:
-        TypeError: It is neither.
-        ValueError: It may be (inputs, labels) or two batches of inputs: a tuple of two tensors of one length, or a list
-            of two whose dimensions or types differ. Nothing is guessed, whatever the task.
+    A tuple of two tensors of one length, or such a list whose dimensions or types differ, is an error, whatever the
+    task: it may be (inputs, labels) or two batches of inputs.
     """
     if is_one_batch(data):
         return [data]
-    if hasattr(data, "to_numpy"):
-        fix = "pass torch.tensor(frame.to_numpy()).float(), with labels as [(inputs, labels)]"
-        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}; {fix}")
-    if not isinstance(data, Iterable) or hasattr(data, "column_names"):  # rows of Hugging Face's are no batches
-        hint = "; wrap it in a DataLoader" if hasattr(data, "__getitem__") else ""
-        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}{hint}")
-    match data:
-        case (Tensor() | np.ndarray() as first, Tensor() | np.ndarray() as second) if first.shape[:1] == second.shape[
-            :1
-        ] and (isinstance(data, tuple) or len(first.shape) != len(second.shape) or first.dtype != second.dtype):
+    rows = hasattr(data, "column_names")  # of Hugging Face's data sets, which are no batches
+    if hasattr(data, "to_numpy") or rows or not isinstance(data, Iterable):
+        fix = "; wrap it in a DataLoader" if hasattr(data, "__getitem__") else ""
+        if hasattr(data, "to_numpy"):
+            fix = "; pass torch.tensor(frame.to_numpy()).float(), with labels as [(inputs, labels)]"
+        raise TypeError(f"data must be a batch or an iterable of batches, got {type(data).__name__}{fix}")
+    if isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(d, (Tensor, np.ndarray)) for d in data):
+        a, b = data
+        differ = isinstance(data, tuple) or len(a.shape) != len(b.shape) or a.dtype != b.dtype
+        if differ and a.shape[:1] == b.shape[:1]:
             raise ValueError(
                 f"data is a {type(data).__name__} of two tensors of one length, which reads as two batches; pass "
                 "[(inputs, labels)] for one batch with its labels, or a list of two alike tensors for two batches"
@@ -155,12 +148,12 @@ def as_batches(data: Any) -> Iterable[Any]:
 
 
 def rereadable(batches: Iterable[Any]) -> bool:
-    """Tell whether every pass over the data gives the same batches."""
+    """Return whether every pass over the data gives the same batches."""
     if isinstance(batches, DataLoader):
         if isinstance(batches.dataset, IterableDataset):
             return False
         order = batches.sampler if batches.batch_sampler is None else batches.batch_sampler
-        # A batch sampler of somebody's own may shuffle, whatever it is built on.
+        # Any other batch sampler may shuffle, whatever it is built on.
         return isinstance(order.sampler if order.__class__ is BatchSampler else order, SequentialSampler)
     return isinstance(batches, (list, tuple, Readings))
 
@@ -184,19 +177,17 @@ class Readings:
 
     def __iter__(self) -> Iterator[Any]:
         for i, batch in enumerate(self.loader):
-            tensors = (leaf.detach().cpu() for leaf in _leaves(batch) if isinstance(leaf, Tensor))
-            mark = [
-                zlib.crc32(t.contiguous().flatten().view(torch.uint8).numpy().tobytes()) for t in tensors if t.numel()
-            ]
+            tensors = [leaf.detach().cpu().contiguous() for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+            mark = [zlib.crc32(t.flatten().view(torch.uint8).numpy().tobytes()) for t in tensors if t.numel()]
             if self.marks.setdefault(i, mark) != mark:
                 raise VariedError
             yield batch
 
 
 def own_places(data: Any) -> list[int] | None:
-    """Return which items of the data set this process reads, or None where it is not told to read a part only.
+    """Return which items of the data set this process reads, or None where it reads all, or nobody knows which.
 
-    It is by a DataLoader with torch's DistributedSampler, or one in order that Hugging Face's Accelerate has prepared.
+    It reads a part by a DataLoader with torch's DistributedSampler, or one in order that Accelerate has prepared.
     """
     if not reads_a_part(data):
         return None
@@ -214,13 +205,122 @@ def reads_a_part(data: Any) -> bool:
         return False
     order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
     inner = getattr(order, "sampler", order)
-    if isinstance(inner, DistributedSampler):
-        return inner.num_replicas > 1
-    return int(getattr(order, "num_processes", 1)) > 1
+    count = inner.num_replicas if isinstance(inner, DistributedSampler) else getattr(order, "num_processes", 1)
+    return int(count) > 1
 
 
-IGNORED = -100
-"""The label of what does not count, as in cross_entropy."""
+def joined(pieces: Sequence[Tensor], what: str = "outputs", dim: int = 0) -> Tensor:
+    """Concatenate the tensors of all batches along the dimension of the examples."""
+    shapes = {tuple(p.shape[dim + 1 :]) for p in pieces}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"batches give {what} of different shapes {sorted(shapes)}; pad the inputs to one length, "
+            "or predict the batches one by one"
+        )
+    return torch.cat(list(pieces), dim)
+
+
+def joined_labels(labels: Sequence[Any], count: int) -> Tensor | None:
+    """Concatenate the labels of all batches, for so many examples; None where no batch has any."""
+    missing = sum(value is None for value in labels)
+    if missing == len(labels):
+        return None
+    if missing:
+        raise ValueError(f"{missing} of {len(labels)} batches have no labels; give them to all batches, or to none")
+    try:
+        tensors = [torch.as_tensor(value).detach().cpu() for value in labels]
+    except (ValueError, TypeError, RuntimeError) as error:
+        fix = "pass class numbers as torch.tensor([...])"
+        raise TypeError(f"labels must be numbers, got {labels[0]!r:.60}; {fix}") from error
+    found = joined(tensors, "labels")
+    if len(found) != count:
+        raise ValueError(f"there are {len(found)} labels for {count} examples; pass (inputs, labels) of one length")
+    return found
+
+
+def as_target(target: Any, outputs: Tensor) -> Tensor:
+    """Return targets as a tensor, an array's on the outputs' device."""
+    if isinstance(target, np.ndarray):
+        return torch.as_tensor(target, device=outputs.device)
+    if not isinstance(target, Tensor):
+        raise ValueError("the loader gives no labels; yield (inputs, labels), or a dict with 'labels'")
+    return target
+
+
+def same_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether two shapes are equal, up to a last dimension of one."""
+    return shape == wanted or (*shape, 1) == wanted or shape == (*wanted, 1)
+
+
+def values_like(outputs: Tensor, target: Any) -> Tensor:
+    """Return floating-point targets of the outputs' shape, up to a last dimension of one."""
+    values = as_target(target, outputs)
+    if not values.is_floating_point():
+        raise ValueError(f"targets must be floats, got {values.dtype}; use targets.float()")
+    if not same_shape(tuple(values.shape), tuple(outputs.shape)):
+        raise ValueError(f"targets must be of shape {tuple(outputs.shape)}, got {tuple(values.shape)}")
+    return values.view_as(outputs).to(outputs.dtype)
+
+
+def mean_and_log_var(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Split the last dimension into means and log variances."""
+    if outputs.dim() < 2 or outputs.shape[-1] % 2:
+        raise ValueError(
+            "'heteroscedastic' needs outputs of an even last dimension, the means and then their log variances, "
+            f"got shape {tuple(outputs.shape)}"
+        )
+    mean, log_var = outputs.chunk(2, -1)
+    return mean, log_var
+
+
+def classes_last(outputs: Tensor) -> Tensor:
+    """Return logits with the classes last: they are the second of four dimensions and more."""
+    return outputs.movedim(1, -1) if outputs.dim() >= 4 else outputs
+
+
+def classes_at(outputs: Tensor, labels: Any, *, last: bool) -> int:
+    """Return the dimension of the classes: the second of four and more, of three the one that the labels lack.
+
+    `last` says that it is the last of three.
+    """
+    if outputs.dim() != 3 or last:
+        return 1 if outputs.dim() >= 4 else -1
+    shape = tuple(labels.shape) if isinstance(labels, (Tensor, np.ndarray)) else None
+    fits = [d for d in (1, 2) if shape == (*outputs.shape[:d], *outputs.shape[d + 1 :])]
+    if len(fits) == 1 or (shape is not None and not fits):
+        return fits[0] if fits else -1  # labels that fit neither have an error of their own
+    raise ValueError(
+        f"outputs of shape {tuple(outputs.shape)} may have their classes second, as Conv1d gives them, or last, as "
+        "token classifiers do, and the labels do not tell; give task='tokens' if they are last, else let the model "
+        "return outputs.movedim(1, -1)"
+    )
+
+
+def class_labels(logits: Tensor, target: Any) -> Tensor:
+    """Return labels that fit logits (N, ..., K): integers (N, ...), or probabilities of the logits' shape."""
+    labels = as_target(target, logits)
+    if logits.dim() < 2 or logits.shape[-1] < 2:
+        raise ValueError(
+            f"'classification' takes at least two logits per item, got outputs of shape {tuple(logits.shape)}; "
+            "likelihood='multilabel' takes one logit per label, likelihood='regression' one output per target"
+        )
+    if labels.is_floating_point():
+        labels = classes_last(labels)
+        if labels.shape != logits.shape:
+            wanted = f"integers, or of the logits' shape {tuple(logits.shape)}"
+            raise ValueError(f"labels must be {wanted}, got {labels.dtype}")
+        return labels
+    if labels.shape != logits.shape[:-1]:
+        fix = "; a column of labels needs squeeze(1)" if same_shape(labels.shape, logits.shape[:-1]) else ""
+        raise ValueError(f"labels must be of shape {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}{fix}")
+    classes, counted = logits.shape[-1], labels if logits.dim() == 2 else labels[labels != IGNORED]
+    low, high = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels must be in 0..{classes - 1} for {classes} logits, got {low}..{high}; number the classes from 0, "
+            "or give the model more outputs"
+        )
+    return labels.long()
 
 
 class LabelPlaces:
@@ -229,23 +329,14 @@ class LabelPlaces:
     Causal language models of Hugging Face take labels equal to the input_ids and compare logits[:, :-1] with
     labels[:, 1:]. Whether a model does so is found by asking it once for its loss: on the first batch, in whatever
     mode the caller has put the model. Only the labels of mappings are moved; those of (inputs, labels) stay.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.next: bool | None = None
-        """Whether an output is about the next label; None until a batch has told."""
+        self.next: bool | None = None  # whether an output is about the next label; None until a batch has shown it
 
     def __call__(self, batch: Any, output: Any) -> Any:
-        """Return a batch's labels: of shape (N, T) at the places that its output (N, T, K) is about, else as they are.
-
-        Args:
-            batch: The batch as it was read.
-            output: What the model returned for it.
-        """
+        """Return a batch's labels; those of shape (N, T) at the places that its output (N, T, K) is about."""
         inputs, labels = split_batch(batch)
         if self.next is False or not isinstance(batch, Mapping) or not isinstance(labels, Tensor):
             return labels
@@ -268,134 +359,7 @@ class LabelPlaces:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return False
         flat = logits.detach().flatten(0, 1).float()
-        here, there = (
-            F.cross_entropy(flat, y.flatten().to(flat.device), ignore_index=IGNORED) for y in (labels, moved)
-        )
+        places = (y.flatten().to(flat.device) for y in (labels, moved))
+        here, there = (F.cross_entropy(flat, y, ignore_index=IGNORED) for y in places)
         found = (there - loss).abs() < (here - loss).abs()
         return bool(found) if bool(torch.isfinite(here - there + loss)) else None
-
-
-def same_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Tell whether two shapes are equal, up to a last dimension of one."""
-    return shape == wanted or (*shape, 1) == wanted or shape == (*wanted, 1)
-
-
-def checked(losses: Any, target: Any, *, dims: int | None = None) -> Tensor:
-    """Return the losses, if they are finite and as many as the targets (and of so many dimensions).
-
-    Raises:
-        ValueError: They are of another shape or not finite.
-    """
-    count = len(target) if isinstance(target, Tensor) and target.dim() > 0 else None
-    fits = isinstance(losses, Tensor) and losses.dim() >= 1 and dims in (None, losses.dim())
-    if not fits or count not in (None, len(losses)):
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"loss must return one value per example (reduction='none'), got {got} for {count} targets")
-    if not bool(torch.isfinite(losses).all()):
-        raise ValueError("the loss is not finite; check the data, or train the model with a smaller learning rate")
-    found: Tensor = losses
-    return found
-
-
-def as_target(target: Any, outputs: Tensor) -> Tensor:
-    """Return targets as a tensor on the outputs' device.
-
-    Raises:
-        ValueError: There are none.
-    """
-    if isinstance(target, np.ndarray):
-        return torch.as_tensor(target, device=outputs.device)
-    if not isinstance(target, Tensor):
-        raise ValueError("the loader gives no labels; yield (inputs, labels), or a dict with 'labels'")
-    return target
-
-
-def values_like(outputs: Tensor, target: Any) -> Tensor:
-    """Return floating-point targets of the outputs' shape, up to a last dimension of one.
-
-    Raises:
-        ValueError: They are integers, or of another shape: nothing is broadcast.
-    """
-    values = as_target(target, outputs)
-    if not values.is_floating_point():
-        raise ValueError(f"targets must be floats, got {values.dtype}; use targets.float()")
-    if not same_shape(tuple(values.shape), tuple(outputs.shape)):
-        raise ValueError(f"targets must be of shape {tuple(outputs.shape)}, got {tuple(values.shape)}")
-    return values.view_as(outputs).to(outputs.dtype)
-
-
-def classes_last(outputs: Tensor) -> Tensor:
-    """Return logits with the classes last: they are the second of four dimensions and more."""
-    return outputs.movedim(1, -1) if outputs.dim() >= 4 else outputs
-
-
-def classes_at(outputs: Tensor, labels: Any, *, last: bool) -> int:
-    """Return the dimension of the classes: the second of four and more, of three the one that the labels lack.
-
-    Args:
-        outputs: (N, K), (N, T, K), (N, K, L) or (N, K, H, W, ...).
-        labels: Those of the batch, or None.
-        last: Whether the classes of three dimensions are known to be the last.
-
-    Raises:
-        ValueError: It cannot be known.
-    """
-    if outputs.dim() != 3 or last:
-        return 1 if outputs.dim() >= 4 else -1
-    shape = tuple(labels.shape) if isinstance(labels, (Tensor, np.ndarray)) else None
-    fits = [d for d in (1, 2) if shape == (*outputs.shape[:d], *outputs.shape[d + 1 :])]
-    if len(fits) == 1 or (shape is not None and not fits):
-        return fits[0] if fits else -1  # labels that fit neither have an error of their own
-    raise ValueError(
-        f"outputs of shape {tuple(outputs.shape)} may have their classes second, as Conv1d gives them, or last, as "
-        "token classifiers do, and the labels do not tell; give task='tokens' if they are last, else let the model "
-        "return outputs.movedim(1, -1)"
-    )
-
-
-def class_labels(logits: Tensor, target: Any) -> Tensor:
-    """Return labels that fit logits (N, ..., K): integers (N, ...), or probabilities of the logits' shape.
-
-    Raises:
-        ValueError: There are none, or they do not fit.
-    """
-    labels = as_target(target, logits)
-    if logits.dim() < 2 or logits.shape[-1] < 2:
-        raise ValueError(
-            f"'classification' takes at least two logits per item, got outputs of shape {tuple(logits.shape)}; "
-            "likelihood='multilabel' takes one logit per label, likelihood='regression' one output per target"
-        )
-    if labels.is_floating_point():
-        if labels.dim() >= 4:
-            labels = labels.movedim(1, -1)
-        if labels.shape != logits.shape:
-            raise ValueError(
-                f"labels must be integers, or of the logits' shape {tuple(logits.shape)}, got {labels.dtype}"
-            )
-        return labels
-    if labels.shape != logits.shape[:-1]:
-        fix = "; a column of labels needs squeeze(1)" if same_shape(labels.shape, logits.shape[:-1]) else ""
-        raise ValueError(f"labels must be of shape {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}{fix}")
-    classes, counted = logits.shape[-1], labels if logits.dim() == 2 else labels[labels != IGNORED]
-    low, high = (int(counted.min()), int(counted.max())) if counted.numel() else (0, 0)
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"labels must be in 0..{classes - 1} for {classes} logits, got {low}..{high}; number the classes from 0, "
-            "or give the model more outputs"
-        )
-    return labels.long()
-
-
-def mean_and_log_var(outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Split the last dimension into means and log variances.
-
-    Raises:
-        ValueError: Its size is odd.
-    """
-    if outputs.dim() < 2 or outputs.shape[-1] % 2:
-        raise ValueError(
-            "'heteroscedastic' needs outputs of an even last dimension, the means and then their log variances, "
-            f"got shape {tuple(outputs.shape)}"
-        )
-    mean, log_var = outputs.chunk(2, -1)
-    return mean, log_var

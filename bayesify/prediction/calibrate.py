@@ -8,7 +8,8 @@ files.
 import copy
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +18,17 @@ from tqdm.auto import tqdm
 
 from bayesify.core import ranks
 from bayesify.core.mixture import member_count
+from bayesify.core.modes import MEAN, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import is_whole
+from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_module, scopes_of
-from bayesify.prediction.batches import as_batches, own_places, rereadable, values_like
+from bayesify.core.scopes import samples as draws
+from bayesify.prediction.batches import as_batches, own_places, rereadable, run_through, values_like
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
+from bayesify.prediction.view import STALE, estimating, norms_in
 from bayesify.quality.calibration import TemperatureError, fit_temperature
 from bayesify.quality.regression import fit_noise
 
@@ -242,3 +247,68 @@ def _largest_within(cost: Callable[[float], float], target: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if cost(middle) <= target else (low, middle)
     return low
+
+
+def update_bn(
+    model: nn.Module,
+    loader: Iterable[Any],
+    samples: int | None = 0,
+    *,
+    seed: int | None = None,
+    progress: bool = False,
+) -> nn.Module:
+    """Estimate the running statistics of every BatchNorm anew.
+
+    During training they follow the training draws: an average over samples, not the statistics of the mean nor those
+    of any one sample. This replaces them by the plain average over the batches of a loader, with every other module in
+    eval mode. Of a mixture, every member gets its own.
+
+    Args:
+        model: A bayesified model, or a module that contains one.
+        loader: Batches as `predict` takes them; better large ones, without augmentation.
+        samples: 0 estimates for the posterior mean, n for the average over n posterior samples, None for whatever is
+            in force: inside `sample(model)` or a turn of `samples(model, n)` that is this one draw.
+        seed: Which samples, as in `samples(model, n, seed)`; of a mixture, n for each member.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The loader is empty, or `samples` is out of range. The statistics are then as before.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify
+        >>> from bayesify.integrations.vision import update_bn
+        >>> model = bayesify(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)))
+        >>> update_bn(model, [torch.randn(64, 3)])[1].num_batches_tracked
+        tensor(1)
+    """
+    if not (samples is None or (is_whole(samples) and samples >= 0)):
+        raise ValueError(f"samples must be an integer >= 0, or None for what is in force, got {samples!r}")
+    scopes, norms = scopes_of(model), norms_in(model)
+    if norms:
+        with estimating(model, norms):
+            for turn, _ in enumerate(_modes(model, scopes, samples, seed)):
+                bar = tqdm(as_batches(loader), desc="update_bn", unit="batch", disable=not progress)
+                if not run_through(model, bar):
+                    raise ValueError(
+                        f"no batches are left for sample {turn + 1}; pass a list or a DataLoader"
+                        if turn
+                        else "the loader has no batches; pass a non-empty one"
+                    )
+    for scope in scopes:
+        scope.told.discard(STALE)
+    return model
+
+
+def _modes(model: nn.Module, scopes: list[Scope], samples: int | None, seed: int | None) -> Iterator[None]:
+    """Yield once in each mode whose statistics are averaged."""
+    if samples:
+        for _ in draws(model, samples * member_count(model), seed):
+            yield
+    else:
+        for member in range(member_count(model) if samples == 0 else 1):
+            with override(scopes, MEAN._replace(member=member)) if samples == 0 else nullcontext():
+                yield

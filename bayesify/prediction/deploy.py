@@ -23,7 +23,7 @@ from bayesify.core.wrap import unbayesify
 from bayesify.prediction.batches import classes_last, mean_and_log_var
 from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.novelty import check_share, novelty_of
-from bayesify.prediction.predict import Member, is_plain
+from bayesify.prediction.predict import is_plain, share
 from bayesify.prediction.regression import noise_of
 from bayesify.prediction.voices import LastLayerVoice, NoveltyVoice, PointVoice, entropy_of
 from bayesify.quality.regression import check_level, mixture_quantile
@@ -144,7 +144,7 @@ def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Itera
             "alone (include=), or deploy the mean with samples=0"
         )
     counts = [
-        0 if form else Member(i, own).share(wanted, len(members))
+        0 if form else share(own, i, len(members), wanted)
         for i, (own, form) in enumerate(zip(scopes, forms, strict=True))
     ]
     thetas = _thetas(model, members, counts, seed)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 from bayesify.prediction.batches import (
     IGNORED,
     as_target,
-    checked,
     class_labels,
     classes_last,
     logits_of,
@@ -29,6 +27,10 @@ from bayesify.prediction.batches import (
 from bayesify.quality.regression import Residuals
 
 Loss = Callable[[Any, Any], Tensor]
+
+FEW_OUTPUTS = 16  # up to which a Gauss-Newton curvature is summed over exactly, a backward pass each
+DRAWS = 8  # per example, over which it is averaged otherwise
+MOST_OUTPUTS = 1024  # up to which a loss of unknown form can be differentiated twice
 
 
 class Likelihood(ABC):
@@ -41,11 +43,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
-        """Return -log p of every item, (examples, ...); 0 for items that do not count.
-
-        Raises:
-            ValueError: The targets do not fit the outputs.
-        """
+        """Return -log p of every item, (examples, ...); 0 for items that do not count."""
 
     @abstractmethod
     def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
@@ -63,12 +61,8 @@ class Likelihood(ABC):
         return total
 
     def losses(self, output: Any, target: Any) -> Tensor:
-        """Return one value per example, the sum over its items.
-
-        Raises:
-            ValueError: The targets do not fit the output, or the loss is of another shape or not finite.
-        """
-        found = checked(self.item_losses(logits_of(output), target), target)
+        """Return one value per example, the sum over its items."""
+        found = _checked(self.item_losses(logits_of(output), target), target)
         return found.flatten(1).sum(1) if found.dim() > 1 else found
 
     def mixture_nll(self, outputs: Tensor, target: Any) -> Tensor:
@@ -107,19 +101,31 @@ class Classification(Likelihood):
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
         """Return -log softmax(outputs)_y of every item."""
         logits = classes_last(outputs)
-        labels = class_labels(logits, target)
-        log_probs = F.log_softmax(logits, -1)
+        labels, log_probs = class_labels(logits, target), F.log_softmax(logits, -1)
         if labels.is_floating_point():
             return -(labels * log_probs).sum(-1)
         losses = -log_probs.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         return torch.where(labels == IGNORED, torch.zeros_like(losses), losses)
 
     def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
-        """Return roots of H = diag(p) - p p^T for every item."""
+        """Return roots of H = diag(p) - p p^T for every item.
+
+        Exactly, sqrt(p_k) (e_k - p) at one position each; else (e_y - p)/sqrt(draws) with labels y drawn from p at
+        every position.
+        """
         logits = classes_last(outputs.detach())
-        labels = class_labels(logits, target)
-        counts = torch.ones_like(logits[..., 0]) if labels.is_floating_point() else (labels != IGNORED).to(logits)
-        found = softmax_roots(logits, counts, generator)
+        labels, p, classes = class_labels(logits, target), logits.softmax(-1), logits.shape[-1]
+        counts = torch.ones_like(p[..., 0]) if labels.is_floating_point() else (labels != IGNORED).to(p)
+        if p[0].numel() <= FEW_OUTPUTS:
+            positions = p[0].numel() // classes
+            eye = torch.eye(classes, dtype=p.dtype, device=p.device)
+            only = torch.eye(positions, dtype=p.dtype, device=p.device).view(positions, *p.shape[1:-1])
+            weights = [(p[..., k].sqrt() * counts * here, eye[k]) for here in only for k in range(classes)]
+            found = [weight.unsqueeze(-1) * (one - p) for weight, one in weights]
+        else:
+            drawn = torch.multinomial(p.flatten(0, -2).float().cpu(), DRAWS, replacement=True, generator=generator)
+            drawn = drawn.to(p.device).view(*p.shape[:-1], DRAWS)
+            found = [(F.one_hot(y, classes) - p) * counts.unsqueeze(-1) / DRAWS**0.5 for y in drawn.unbind(-1)]
         return [root.movedim(-1, 1) for root in found] if outputs.dim() >= 4 else found
 
     def curvature(self, outputs: Tensor, target: Any, generator: torch.Generator, *, diagonal: bool) -> Tensor:
@@ -146,15 +152,11 @@ class Regression(Likelihood):
     name = "regression"
 
     def __init__(self, noise_var: "float | Sequence[float] | Tensor | None" = None) -> None:
-        if isinstance(noise_var, (Tensor, np.ndarray)):
-            noise_var = noise_var.tolist()
-        values: list[Any] = list(noise_var) if isinstance(noise_var, (list, tuple)) else [noise_var]
-        values = [] if noise_var is None else values
-        if not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in values) or noise_var == []:
-            raise ValueError(f"noise_var must be finite and > 0, or None to estimate it, got {noise_var!r}")
-        found = tuple(float(v) for v in values)
-        self.noise_var: float | tuple[float, ...] | None = None if not found else found[0] if len(found) == 1 else found
+        values = [] if noise_var is None else torch.as_tensor(noise_var, dtype=torch.float64).flatten().tolist()
         self.estimated = noise_var is None
+        if not all(math.isfinite(v) and v > 0 for v in values) or not (values or self.estimated):
+            raise ValueError(f"noise_var must be finite and > 0, or None to estimate it, got {noise_var!r}")
+        self.noise_var: float | tuple[float, ...] | None = None if self.estimated else _one_or_all(values)
         self.residuals = Residuals()
 
     @property
@@ -163,11 +165,7 @@ class Regression(Likelihood):
         return self.noise_var is None and self.residuals.outputs != 1
 
     def variances(self, outputs: Tensor) -> Tensor:
-        """Return v, which broadcasts to outputs (examples, ...).
-
-        Raises:
-            ValueError: They are not as many as the outputs.
-        """
+        """Return v, which broadcasts to outputs (examples, ...)."""
         if not isinstance(self.noise_var, tuple):
             return outputs.new_full((), self.noise_var or 1.0)
         if outputs[0].numel() != len(self.noise_var):
@@ -185,7 +183,7 @@ class Regression(Likelihood):
         """Return roots of H = diag(1/v)."""
         values_like(outputs, target)
         outputs = outputs.detach()
-        return along_axes(self.variances(outputs).rsqrt().expand_as(outputs), generator)
+        return _diagonal_roots(self.variances(outputs).rsqrt().expand_as(outputs), generator)
 
     def observe(self, output: Any, target: Any) -> None:
         """Add a batch's residuals, until the noise has been estimated from them."""
@@ -203,18 +201,19 @@ class Regression(Likelihood):
 
         The Gauss-Newton curvature goes with 1/v, the squared gradients of the empirical Fisher with 1/v^2. That is for
         one output; with several, the noise is settled before there are curvatures.
-
-        Raises:
-            ValueError: The residuals of an output are 0.
         """
         if self.noise_var is not None:
             return 1.0
         squares = self.residuals.squares
-        found = tuple((squares / self.residuals.count).tolist()) if isinstance(squares, Tensor) else ()
+        found = (squares / self.residuals.count).tolist() if isinstance(squares, Tensor) else []
         if not found or not all(v > 0 for v in found):
             raise ValueError("all residuals are 0: the noise is unknown; pass likelihood=Regression(noise_var=...)")
-        self.noise_var = found[0] if len(found) == 1 else found
+        self.noise_var = _one_or_all(found)
         return found[0] ** (-1 if curvature == "ggn" else -2) if len(found) == 1 else 1.0
+
+
+def _one_or_all(values: Sequence[float]) -> float | tuple[float, ...]:
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 class Heteroscedastic(Likelihood):
@@ -236,7 +235,7 @@ class Heteroscedastic(Likelihood):
         mean, log_var = mean_and_log_var(outputs.detach())
         values_like(mean, target)
         scale = torch.cat([torch.exp(-log_var / 2).flatten(1), torch.full_like(mean, 0.5**0.5).flatten(1)], -1)
-        return along_axes(scale.view_as(outputs), generator)
+        return _diagonal_roots(scale.view_as(outputs), generator)
 
 
 class Multilabel(Likelihood):
@@ -252,41 +251,52 @@ class Multilabel(Likelihood):
         """Return roots of H = diag(p (1 - p))."""
         self._labels(outputs, target)
         p = outputs.detach().sigmoid()
-        return along_axes((p * (1 - p)).sqrt(), generator)
+        return _diagonal_roots((p * (1 - p)).sqrt(), generator)
 
     @staticmethod
     def _labels(outputs: Tensor, target: Any) -> Tensor:
         labels = values_like(outputs, target.to(outputs.dtype) if isinstance(target, Tensor) else target)
-        if labels.numel() and not (float(labels.min()) >= 0 and float(labels.max()) <= 1):
-            raise ValueError(
-                f"labels of 'multilabel' must be in 0..1, got {float(labels.min()):g}..{float(labels.max()):g}"
-            )
+        low, high = (float(labels.min()), float(labels.max())) if labels.numel() else (0.0, 0.0)
+        if not (low >= 0 and high <= 1):
+            raise ValueError(f"labels of 'multilabel' must be in 0..1, got {low:g}..{high:g}")
         return labels
+
+
+def _diagonal_roots(scale: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """Return roots of H = diag(scale^2): scale_k e_k, or random signs times the scale over sqrt(draws)."""
+    count = scale[0].numel()
+    if count <= FEW_OUTPUTS:
+        eye = torch.eye(count, dtype=scale.dtype, device=scale.device)
+        return [(scale.flatten(1) * eye[k]).view_as(scale) for k in range(count)]
+    return [scale * signs / DRAWS**0.5 for signs in _signs(scale, generator)]
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randint(2, (DRAWS, *like.shape), generator=generator).mul_(2).sub_(1).to(like)
 
 
 class Given(Likelihood):
     """A function of (output, target) that returns one value per example.
 
-    Args:
-        loss: The function; where the model returns an object, it may take the object or its logits.
+    Where the model returns an object, it may take the object or its logits.
     """
 
     name = "given"
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        self._takes_logits: bool | None = None
+        self._takes_logits = False
 
     def losses(self, output: Any, target: Any) -> Tensor:
         """Return one value per example."""
         if isinstance(output, Tensor) or self._takes_logits:
-            return checked(self.loss(logits_of(output), target), target, dims=1)
+            return _checked(self.loss(logits_of(output), target), target, dims=1)
         try:
             found = self.loss(output, target)
         except (TypeError, AttributeError):
             found = self.loss(logits_of(output), target)
             self._takes_logits = True
-        return checked(found, target, dims=1)
+        return _checked(found, target, dims=1)
 
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
         """Return the losses for a tensor of logits, whatever object the model returns them in."""
@@ -298,9 +308,49 @@ class Given(Likelihood):
             return self.losses(SimpleNamespace(logits=outputs), target)
 
     def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
-        """Return roots of the Hessian, by differentiating twice."""
+        """Return the columns of S with S S^T = H, found by differentiating twice, or S times random signs."""
         outputs = outputs.detach()
-        return by_signs(hessian_roots(lambda leaf: self.item_losses(leaf, target), outputs), outputs, generator)
+        columns = self._hessian_roots(outputs, target)
+        if outputs[0].numel() <= FEW_OUTPUTS:
+            return [root.view_as(outputs) for root in columns.unbind(-1)]
+        signs = _signs(columns[..., 0], generator)
+        return [root.view_as(outputs) for root in torch.einsum("nik,dnk->dni", columns, signs) / DRAWS**0.5]
+
+    def _hessian_roots(self, outputs: Tensor, target: Any) -> Tensor:
+        """Return S with S S^T = H for every example, (examples, outputs, outputs)."""
+        count = outputs[0].numel()
+        if count > MOST_OUTPUTS:
+            raise ValueError(
+                f"curvature='ggn' differentiates a loss of its own kind twice, for at most {MOST_OUTPUTS} outputs per "
+                f"example, got {count}; use curvature='ef', or a likelihood by name"
+            )
+        with torch.enable_grad():
+            leaf = outputs.clone().requires_grad_()
+            losses = self.item_losses(leaf, target).sum()
+            slope = torch.autograd.grad(losses, leaf, create_graph=True)[0].flatten(1)
+            hessian = torch.zeros(len(outputs), count, count, dtype=torch.float64, device="cpu")
+            for k in range(count if slope.requires_grad else 0):
+                row = torch.autograd.grad(slope[:, k].sum(), leaf, retain_graph=True, allow_unused=True)[0]
+                if row is not None:
+                    hessian[:, k] = row.flatten(1)
+        values, vectors = torch.linalg.eigh(hessian)
+        if bool((values < -1e-4 * values.abs().amax(-1, keepdim=True)).any()):
+            raise ValueError("curvature='ggn' needs a loss that is convex in the model's output; use curvature='ef'")
+        roots: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        return roots.to(outputs)
+
+
+def _checked(losses: Any, target: Any, *, dims: int | None = None) -> Tensor:
+    """Return the losses, if they are finite and as many as the targets (and of so many dimensions)."""
+    count = len(target) if isinstance(target, Tensor) and target.dim() > 0 else None
+    fits = isinstance(losses, Tensor) and losses.dim() >= 1 and dims in (None, losses.dim())
+    if not fits or count not in (None, len(losses)):
+        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"loss must return one value per example (reduction='none'), got {got} for {count} targets")
+    if not bool(torch.isfinite(losses).all()):
+        raise ValueError("the loss is not finite; check the data, or train the model with a smaller learning rate")
+    found: Tensor = losses
+    return found
 
 
 NAMES: dict[str, Callable[[], Likelihood]] = {
@@ -313,12 +363,7 @@ NAMES: dict[str, Callable[[], Likelihood]] = {
 
 
 def likelihood_of(given: Any, loss: Loss | None = None) -> Likelihood | None:
-    """Turn what a caller gives into a likelihood; None is to be found from the data.
-
-    Raises:
-        ValueError: The name is unknown, or there is a loss too.
-        TypeError: It is of another kind.
-    """
+    """Turn what a caller gives into a likelihood; None is to be found from the data."""
     if loss is not None:
         if not callable(loss):
             raise TypeError(f"loss must be a function of (output, target), got {loss!r}")
@@ -337,14 +382,11 @@ def likelihood_of(given: Any, loss: Loss | None = None) -> Likelihood | None:
 
 
 def found_likelihood(output: Any, target: Any) -> Likelihood:
-    """Find the likelihood that outputs and targets leave no choice about.
+    """Find the likelihood that outputs and targets leave no choice about; an error names the choice.
 
     Integer labels (N,) for logits (N, K > 1) and labels of the positions of (N, T, K) or (N, K, H, W) are a
     classification; Booleans of the outputs' shape are multilabel; floats of the outputs' shape that are not all in
     0..1 a regression; floats that are half as many as the outputs, and not all whole, a heteroscedastic regression.
-
-    Raises:
-        ValueError: There are no targets, or they leave a choice; the message names it.
     """
     outputs, target = logits_of(output).detach(), as_target(target, logits_of(output))
     shape, wanted = tuple(target.shape), tuple(outputs.shape)
@@ -360,7 +402,8 @@ def found_likelihood(output: Any, target: Any) -> Likelihood:
         raise _choice("floats", shape, wanted, ["'classification' with labels.long()", "a loss= of your own"])
     if target.dtype == torch.bool and shape == wanted:
         return Multilabel()
-    if outputs.dim() >= 2 and classes_last(outputs).shape[-1] > 1 and shape == tuple(classes_last(outputs).shape[:-1]):
+    logits = classes_last(outputs)
+    if outputs.dim() >= 2 and logits.shape[-1] > 1 and shape == tuple(logits.shape[:-1]):
         return Classification()
     if outputs.dim() == 2 and wanted[1] > 1 and shape != wanted:
         return Classification()  # says itself what is wrong with the labels' shape
@@ -370,90 +413,6 @@ def found_likelihood(output: Any, target: Any) -> Likelihood:
 
 def _choice(kind: str, shape: tuple[int, ...], outputs: tuple[int, ...], choice: list[str]) -> ValueError:
     return ValueError(
-        f"targets that are {kind} of shape {shape} for outputs of shape {outputs} do not tell the likelihood; "
+        f"targets that are {kind} of shape {shape} for outputs of shape {outputs} do not determine the likelihood; "
         f"give likelihood=: {', or '.join(choice)}"
     )
-
-
-FEW_OUTPUTS = 16
-"""Up to how many outputs a Gauss-Newton curvature is summed over exactly, a backward pass each."""
-DRAWS = 8
-"""Otherwise, over how many draws per example."""
-MOST_OUTPUTS = 1024
-"""Up to how many outputs a loss of unknown form can be differentiated twice."""
-
-
-def along_axes(scale: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """Return roots of a diagonal H = diag(scale^2): scale_k e_k, or random signs times the scale over sqrt(draws)."""
-    count = scale[0].numel()
-    if count <= FEW_OUTPUTS:
-        eye = torch.eye(count, dtype=scale.dtype, device=scale.device)
-        return [(scale.flatten(1) * eye[k]).view_as(scale) for k in range(count)]
-    return [scale * signs / DRAWS**0.5 for signs in _signs((DRAWS, *scale.shape), scale, generator)]
-
-
-def by_signs(roots: Tensor, outputs: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """Turn S with S S^T = H, (examples, outputs, outputs), into its columns, or into S times random signs."""
-    if outputs[0].numel() <= FEW_OUTPUTS:
-        return [root.view_as(outputs) for root in roots.unbind(-1)]
-    signs = _signs((DRAWS, *roots.shape[::2]), roots, generator)
-    return [root.view_as(outputs) for root in torch.einsum("nik,dnk->dni", roots, signs) / DRAWS**0.5]
-
-
-def softmax_roots(logits: Tensor, counts: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """Return roots of the cross-entropy's Hessian, diag(p) - p p^T at every position.
-
-    Exactly, sqrt(p_k) (e_k - p) at one position each; else (e_y - p)/sqrt(draws) with labels y drawn from p at every
-    position.
-
-    Args:
-        logits: (examples, ..., classes).
-        counts: 1 for positions that count, else 0, (examples, ...).
-        generator: Where the draws come from.
-    """
-    p, classes = logits.softmax(-1), logits.shape[-1]
-    positions = logits[0].numel() // classes
-    if logits[0].numel() <= FEW_OUTPUTS:
-        eye = torch.eye(classes, dtype=p.dtype, device=p.device)
-        only = torch.eye(positions, dtype=p.dtype, device=p.device).view(positions, *p.shape[1:-1])
-        return [
-            (p[..., k].sqrt() * counts * here).unsqueeze(-1) * (eye[k] - p) for here in only for k in range(classes)
-        ]
-    drawn = torch.multinomial(p.flatten(0, -2).float().cpu(), DRAWS, replacement=True, generator=generator)
-    labels = drawn.to(p.device).view(*p.shape[:-1], DRAWS)
-    return [(F.one_hot(y, classes) - p) * counts.unsqueeze(-1) / DRAWS**0.5 for y in labels.unbind(-1)]
-
-
-def hessian_roots(losses: Callable[[Tensor], Tensor], outputs: Tensor) -> Tensor:
-    """Return S with S S^T = H for every example, (examples, outputs, outputs), by differentiating twice.
-
-    Args:
-        losses: A function of the outputs that returns one value per example.
-        outputs: (examples, ...), without a graph.
-
-    Raises:
-        ValueError: There are too many outputs, or the loss is not convex in them.
-    """
-    count = outputs[0].numel()
-    if count > MOST_OUTPUTS:
-        raise ValueError(
-            f"curvature='ggn' differentiates a loss of its own kind twice, for at most {MOST_OUTPUTS} outputs per "
-            f"example, got {count}; use curvature='ef', or a likelihood by name"
-        )
-    with torch.enable_grad():
-        leaf = outputs.clone().requires_grad_()
-        slope = torch.autograd.grad(losses(leaf).sum(), leaf, create_graph=True)[0].flatten(1)
-        hessian = torch.zeros(len(outputs), count, count, dtype=torch.float64, device="cpu")
-        for k in range(count if slope.requires_grad else 0):
-            row = torch.autograd.grad(slope[:, k].sum(), leaf, retain_graph=True, allow_unused=True)[0]
-            if row is not None:
-                hessian[:, k] = row.flatten(1)
-    values, vectors = torch.linalg.eigh(hessian)
-    if bool((values < -1e-4 * values.abs().amax(-1, keepdim=True)).any()):
-        raise ValueError("curvature='ggn' needs a loss that is convex in the model's output; use curvature='ef'")
-    roots: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    return roots.to(outputs)
-
-
-def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(2, shape, generator=generator).mul_(2).sub_(1).to(like)

@@ -1,10 +1,9 @@
-"""A classifier's predictive distribution: what the model says, how sure it is, and where the doubt comes from."""
+"""Predictive distributions of classifiers: the answer, its probability, and where the uncertainty comes from."""
 
 import math
 import operator
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesify.core.summary import html_table
-from bayesify.prediction.batches import IGNORED, classes_last, values_like
-from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.batches import IGNORED, joined_labels, values_like
 from bayesify.prediction.novelty import Judged
 from bayesify.quality import metrics
 from bayesify.quality.arrays import Array
@@ -24,16 +22,103 @@ from bayesify.quality.conformal import conformal_sets
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+BY_SAMPLE = ("logits", "outputs", "noise_var")  # (S, N, ...); other tensors are (N, ...)
+ROWS, COLUMNS = 5, 5  # of the table in a notebook
 
-SHOWN = 5
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction(Judged):
+    """What the predictions of all tasks have in common."""
+
+    _arrays: ClassVar[tuple[str, ...]]
+    _average: ClassVar[str]  # the field that has a row for every example
+    _uncertainty: ClassVar[str]  # what sorts the table in a notebook
+    _digits: ClassVar[str] = ".4f"
+
+    _: KW_ONLY
+    labels: Tensor | None = None  #: The labels that came with the data, or None.
+    num_samples: int = 0  #: S; 0 where the posterior mean or a closed form was used.
+    closed_form: bool = False  #: Whether it, or a mixture's member, is an exact average: logits are then the mean's.
+    method: str = ""  #: The name of the model's method, for reports; empty where it has none, or is not known.
+
+    def __len__(self) -> int:
+        return len(getattr(self, self._average))
+
+    def __getitem__(self, index: Any) -> Self:
+        """Take some of the examples."""
+        index = _keeping_dimension(index, len(self))
+        taken = {n: t[:, index] if n in BY_SAMPLE else t[index] for n, t in self.tensors().items()}
+        return replace(self, **taken)  # type: ignore[arg-type]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the fields that hold a row for every example, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weights"}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Scores against the labels by name; empty where there are none."""
+        raise NotImplementedError
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the arrays by name."""
+        found = {name: getattr(self, name) for name in (*self._arrays, "labels", "novelty", "novelty_pvalue")}
+        return {name: value.numpy() for name, value in found.items() if value is not None}
+
+    def __array__(self, *about: Any, **more: Any) -> NoReturn:
+        raise TypeError("a prediction is no array but several; pass its .probs, or take them by name from .numpy()")
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with one row per item; items of more than one dimension have an index of as many levels.
+
+        Raises:
+            ImportError: There is no pandas.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas, which is missing: pip install pandas") from error
+        shape = getattr(self, self._uncertainty).shape
+        index: Any = pd.RangeIndex(shape[0], name="example")
+        if len(shape) > 1:
+            names = ["example", *(f"position_{i}" for i in range(1, len(shape)))]
+            index = pd.MultiIndex.from_product([range(n) for n in shape], names=names)
+        columns = self._columns().items()
+        return pd.DataFrame({n: t.flatten().numpy() for n, t in columns if t is not None}, index=index)
+
+    def _columns(self) -> dict[str, Tensor | None]:
+        """Return a tensor per column, one number per item; the first ones are those of the table in a notebook."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        try:
+            columns = list(self._columns().items())[:COLUMNS]
+        except ValueError:  # labels that do not fit, as the `repr` above the table says
+            columns = list(replace(self, labels=None)._columns().items())[:COLUMNS]
+        kept = {name: value.flatten() for name, value in columns if value is not None}
+        uncertainty = getattr(self, self._uncertainty).flatten()
+        worst = uncertainty.argsort(descending=True, stable=True)[:ROWS].tolist()
+        rows = [[str(i), *(_cell(value[i].item()) for value in kept.values())] for i in worst]
+        below = f"the {len(worst)} most uncertain of {len(uncertainty):,}" if len(uncertainty) > ROWS else ""
+        return html_table(("", *kept), rows, above=repr(self), below=below)
+
+    def _details(self, averaged: str) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        averaged = "closed form" if self.closed_form else "one model"
+        averaged = f"{self.num_samples} samples" if self.num_samples else averaged
+        try:
+            scores = "".join(f", {name} {value:{self._digits}}" for name, value in self.scores.items())
+        except (ValueError, IndexError, RuntimeError):  # labels of another kind, or of another set of classes
+            scores = ", labels that do not fit the outputs"
+        if bool(getattr(self, self._average).isnan().any()):
+            scores = ", outputs that are not finite"
+        return f"{type(self).__name__}({len(self)} examples, {self._details(averaged)}{scores})"
 
 
-def one_of(index: Any, count: int) -> Any:
-    """Return one example's index as a slice, which keeps the dimension, and any other index as it is.
-
-    Raises:
-        IndexError: There is no such example.
-    """
+def _keeping_dimension(index: Any, count: int) -> Any:
+    """Return one example's index as a slice, and any other index as it is."""
     if isinstance(index, (slice, bool, np.bool_)) or getattr(index, "dtype", None) == torch.bool:
         return index
     try:
@@ -45,116 +130,28 @@ def one_of(index: Any, count: int) -> Any:
     return slice(index, index + 1 or None)
 
 
-def said(num_samples: int, closed_form: bool) -> str:
-    """Say what a prediction is the average over."""
-    return f"{num_samples} samples" if num_samples else "closed form" if closed_form else "one model"
-
-
-def in_full(output: Tensor) -> Tensor:
-    """Return a model's output on the CPU, in float32 or better."""
-    return output.detach().to("cpu", torch.promote_types(output.dtype, torch.float32))
-
-
-def stack_samples(pieces: dict[tuple[int, int], Tensor], count: int, order: list[int]) -> Tensor:
-    """Join the pieces by (sample, batch) to (S, N, ...)."""
-    return torch.stack([join([pieces[s, b] for b in order]) for s in range(count)])
-
-
-def join(pieces: list[Tensor], what: str = "outputs") -> Tensor:
-    """Concatenate the batches.
-
-    Raises:
-        ValueError: Their shapes differ beyond the first dimension.
-    """
-    shapes = {tuple(p.shape[1:]) for p in pieces}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"batches give {what} of different shapes {sorted(shapes)}; pad the inputs to one length, "
-            "or predict the batches one by one"
-        )
-    return torch.cat(pieces)
-
-
-def join_labels(labels: list[Any], count: int) -> Tensor | None:
-    """Concatenate the labels, if the batches had any.
-
-    Raises:
-        ValueError: Some batches had none, or they are not as many as the examples.
-        TypeError: They are not numbers.
-    """
-    missing = sum(value is None for value in labels)
-    if missing == len(labels):
-        return None
-    if missing:
-        raise ValueError(f"{missing} of {len(labels)} batches have no labels; give them to all batches, or to none")
-    try:
-        tensors = [torch.as_tensor(value).detach().cpu() for value in labels]
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise TypeError(
-            f"labels must be numbers, got {labels[0]!r:.60}; pass class numbers as torch.tensor([...])"
-        ) from error
-    joined = join(tensors, "labels")
-    if len(joined) != count:
-        raise ValueError(f"there are {len(joined)} labels for {count} examples; pass (inputs, labels) of one length")
-    return joined
-
-
-def frame(columns: Mapping[str, Tensor | None], shape: Sequence[int]) -> "DataFrame":
-    """Return a DataFrame with one row per item; items of more than one dimension have an index of as many levels.
-
-    Args:
-        columns: Tensors of this shape by name; None is left out.
-        shape: (N, ...).
-
-    Raises:
-        ImportError: There is no pandas.
-    """
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise ImportError("to_pandas needs pandas, which is missing: pip install pandas") from error
-    index: Any = pd.RangeIndex(shape[0], name="example")
-    if len(shape) > 1:
-        names = ["example", *(f"position_{i}" for i in range(1, len(shape)))]
-        index = pd.MultiIndex.from_product([range(n) for n in shape], names=names)
-    arrays = {name: value.flatten().numpy() for name, value in columns.items() if value is not None}
-    return pd.DataFrame(arrays, index=index)
-
-
-def shown(said: str, columns: Mapping[str, Tensor | None], doubt: Tensor) -> str:
-    """Return HTML with what a prediction says of itself and its most doubtful items.
-
-    Args:
-        said: Its `repr`.
-        columns: One tensor of (N,) per column; None is left out.
-        doubt: The uncertainty to sort by, (N,).
-    """
-    worst = doubt.argsort(descending=True, stable=True)[:SHOWN].tolist()
-    kept = {name: value for name, value in columns.items() if value is not None}
-    rows = [[str(i), *(_cell(value[i].item()) for value in kept.values())] for i in worst]
-    below = f"the {len(worst)} most doubtful of {len(doubt):,}" if len(doubt) > SHOWN else ""
-    return html_table(("", *kept), rows, above=said, below=below)
-
-
 def _cell(value: float) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True, eq=False)
-class Probabilities(Judged):
+@dataclass(frozen=True, eq=False, repr=False)
+class Probabilities(Prediction):
     """The average p = 1/S sum_s p_s of categorical distributions; the subclasses say what their categories are."""
 
     _arrays: ClassVar[tuple[str, ...]] = (
-        "entropy", "expected_entropy", "mutual_information", "logits", "labels", "novelty", "novelty_pvalue",
-    )  # fmt: skip
+        "probs",
+        "prediction",
+        "entropy",
+        "expected_entropy",
+        "mutual_information",
+        "logits",
+    )
+    _average, _uncertainty = "log_probs", "entropy"
 
     log_probs: Tensor
     expected_entropy: Tensor
-    logits: Tensor | None
-    labels: Tensor | None
-    num_samples: int
-    weights: Tensor | None = None
-    """What each row of `logits` weighs, (S,), where members of a mixture have unequal numbers of samples."""
+    logits: Tensor | None = None
+    weights: Tensor | None = None  # of each row of `logits`, (S,), where a mixture's members have unequal numbers
 
     @property
     def entropy(self) -> Tensor:
@@ -166,83 +163,6 @@ class Probabilities(Judged):
         """Entropy minus expected entropy (epistemic uncertainty); never negative."""
         return (self.entropy - self.expected_entropy).clamp_min(0)
 
-    def __len__(self) -> int:
-        return len(self.log_probs)
-
-    def __getitem__(self, index: Any) -> Self:
-        """Take some of the examples."""
-        index = one_of(index, len(self))
-        return replace(
-            self,
-            log_probs=self.log_probs[index],
-            expected_entropy=self.expected_entropy[index],
-            logits=None if self.logits is None else self.logits[:, index],
-            labels=None if self.labels is None else self.labels[index],
-            **self.judged_at(index),
-        )
-
-    def __array__(self, *about: Any, **more: Any) -> NoReturn:
-        raise TypeError("a prediction is no array but several; pass its .probs, or take them by name from .numpy()")
-
-    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the arrays by name."""
-        found = {name: getattr(self, name) for name in self._arrays}
-        return {name: value.numpy() for name, value in found.items() if value is not None}
-
-
-class ProbabilityTally:
-    """Collect a model's outputs sample by sample, keeping the logits or only the sums of probabilities and entropies.
-
-    Subclasses say how an output is read.
-    """
-
-    def __init__(self, *, keep: bool) -> None:
-        self.keep = keep
-        self.log_sums: dict[int, Tensor] = {}
-        self.entropies: dict[int, Tensor] = {}
-        self.logits: dict[tuple[int, int], Tensor] = {}
-
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits to keep, and the log-probabilities in float64."""
-        raise NotImplementedError
-
-    def add(self, sample: int, batch: int, output: Tensor) -> None:
-        """Add the output of one sample on one batch."""
-        logits, log_probs = self.read(output)
-        entropy = entropy_of(log_probs)
-        if batch in self.log_sums:
-            log_probs = torch.logaddexp(self.log_sums[batch], log_probs)
-            entropy = self.entropies[batch] + entropy
-        self.log_sums[batch], self.entropies[batch] = log_probs, entropy
-        if self.keep:
-            self.logits[sample, batch] = logits
-
-    def averages(self, num_samples: int, labels: list[Any]) -> dict[str, Any]:
-        """Return the fields of `Probabilities` over all batches."""
-        count, order = max(num_samples, 1), sorted(self.log_sums)
-        return {
-            "log_probs": (join([self.log_sums[b] for b in order]) - math.log(count)).clamp_max_(0),
-            "expected_entropy": join([self.entropies[b] for b in order]) / count,
-            "logits": stack_samples(self.logits, count, order) if self.keep else None,
-            "labels": join_labels(labels, sum(len(self.log_sums[b]) for b in order)),
-            "num_samples": num_samples,
-        }
-
-
-def averaged(log_probs: Iterable[Tensor], weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return log sum_s w_s p_s and sum_s w_s H[p_s]; w_s is 1/S by default.
-
-    The sums go from the first to the last, as those over a model's samples do: equal logits give equal bits.
-    """
-    rows = list(log_probs)
-    entropies = [entropy_of(row) for row in rows]
-    if weights is not None:
-        total = reduce(torch.logaddexp, [row + w.log() for row, w in zip(rows, weights, strict=True)])
-        entropy = reduce(torch.add, [row * w for row, w in zip(entropies, weights, strict=True)])
-        return total.clamp_max_(0), entropy
-    total = (reduce(torch.logaddexp, rows) - math.log(len(rows))).clamp_max_(0)
-    return total, reduce(torch.add, entropies) / len(rows)
-
 
 def entropy_of(log_probs: Tensor) -> Tensor:
     """Return -sum_k p_k log p_k, with 0 log 0 = 0."""
@@ -250,74 +170,28 @@ def entropy_of(log_probs: Tensor) -> Tensor:
     return -torch.where(probs == 0, 0.0, probs * log_probs).sum(-1)
 
 
-@dataclass(frozen=True, eq=False)
-class MultilabelPredictive(Probabilities):
-    """The average over posterior samples of each label's probability, p(y_k=1|x) = 1/S sum_s sigmoid(f_sk(x)).
+def in_full(output: Tensor) -> Tensor:
+    """Return a model's output on the CPU, in float32 or better."""
+    return output.detach().to("cpu", torch.promote_types(output.dtype, torch.float32))
 
-    Attributes:
-        log_probs: Log of the averaged probabilities of no and yes, (N, ..., 2).
-        expected_entropy: Mean over the samples of their entropies (aleatoric), (N, ...).
-        logits: Per-sample logits, (S, N, ...); None where they were not kept.
-        labels: The labels that came with the data, or None.
-        num_samples: S; 0 where the posterior mean was used.
-        method: The name of the model's method; empty where it has none, or is not known.
+
+def averaged(
+    log_probs: Iterable[Tensor], entropies: Iterable[Tensor] | None = None, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return log sum_s w_s p_s and sum_s w_s H_s; w_s is 1/S by default, and H_s the entropy of p_s.
+
+    The sums go from the first to the last, as those over a model's samples do: equal logits give equal bits.
     """
-
-    _arrays = ("probs", "prediction", *Probabilities._arrays)
-
-    method: str = ""
-
-    @property
-    def probs(self) -> Tensor:
-        """Averaged probability of every label, (N, ...)."""
-        return self.log_probs[..., 1].exp()
-
-    @property
-    def prediction(self) -> Tensor:
-        """Whether each label is more probable than not."""
-        return self.log_probs[..., 1] > self.log_probs[..., 0]
-
-    @cached_property
-    def scores(self) -> dict[str, float]:
-        """Error, NLL and ECE over all labels, each a decision between two; empty where there are none."""
-        if self.labels is None:
-            return {}
-        truth = values_like(self.probs, self.labels.double()).flatten().round().long()
-        log_probs = self.log_probs.flatten(0, -2)
-        return {
-            "error": metrics.error(log_probs.exp(), truth),
-            "nll": float(F.nll_loss(log_probs, truth)),
-            "ece": metrics.ece(log_probs.exp(), truth),
-        }
-
-    def _repr_html_(self) -> str:
-        names = ("probs", "prediction", "labels", "entropy", "mutual_information")
-        columns = {n: None if (value := getattr(self, n)) is None else value.flatten() for n in names}
-        return shown(repr(self), columns, self.entropy.flatten())
-
-    def __repr__(self) -> str:
-        what = said(self.num_samples, closed_form=False)
-        try:
-            scores = "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
-        except ValueError:
-            scores = ", labels that do not fit the outputs"
-        return f"MultilabelPredictive({len(self)} examples, {self.log_probs[0].numel() // 2} labels, {what}{scores})"
+    rows = list(log_probs)
+    each = [entropy_of(row) for row in rows] if entropies is None else list(entropies)
+    if weights is not None:
+        rows = [row + w.log() for row, w in zip(rows, weights, strict=True)]
+        each = [entropy * w for entropy, w in zip(each, weights, strict=True)]
+    total, count = reduce(torch.logaddexp, rows), len(rows) if weights is None else 1
+    return (total - math.log(count)).clamp_max_(0), reduce(torch.add, each) / count
 
 
-class MultilabelTally(ProbabilityTally):
-    """Collect a multi-label model's outputs."""
-
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, and the log-probabilities of no and yes, (N, ..., 2)."""
-        logits = in_full(output)
-        return logits, F.logsigmoid(torch.stack([-logits, logits], -1).double())
-
-    def finish(self, num_samples: int, labels: list[Any]) -> MultilabelPredictive:
-        """Return the predictive distribution over all batches."""
-        return MultilabelPredictive(**self.averages(num_samples, labels))
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Predictive(Probabilities):
     """The average over posterior samples of a classifier's probabilities.
 
@@ -327,18 +201,10 @@ class Predictive(Probabilities):
         log_probs: Log of the averaged probabilities, (N, ..., K).
         expected_entropy: Mean over the samples of their entropies (aleatoric), (N, ...).
         logits: Per-sample logits, (S, N, ..., K); None where they were not kept.
-        labels: The labels that came with the data, or None.
-        num_samples: S; 0 where the posterior mean or a closed form was used.
         weights: What each row of `logits` weighs, (S,); None where all weigh the same.
-        closed_form: Whether the average, or that of some of a mixture's members, is over Gaussian logits, by
-            `bayesify.prediction.gaussian.GaussianLogits`; their `logits` are then the mean's, (1, N, ..., K).
-        method: The name of the model's method, for reports; empty where it has none, or is not known.
     """
 
-    _arrays = ("probs", "confidence", "prediction", *Probabilities._arrays)
-
-    closed_form: bool = False
-    method: str = ""
+    _arrays = ("confidence", *Probabilities._arrays)
 
     @classmethod
     def from_logits(cls, logits: "Array | Sequence[Array]", labels: Any = None) -> "Predictive":
@@ -368,8 +234,8 @@ class Predictive(Probabilities):
                 f"{[tuple(m.shape) for m in members[:3]]} for the first members; stack equal shapes, classes last"
             )
         log_probs, expected_entropy = averaged(F.log_softmax(member.double(), -1) for member in each)
-        labels = join_labels([labels], each.shape[1])
-        return cls(log_probs, expected_entropy, logits=each, labels=labels, num_samples=count)
+        labels = joined_labels([labels], each.shape[1])
+        return cls(log_probs, expected_entropy, each, labels=labels, num_samples=count)
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the arrays by name, and how they were made: what `bayesify report` reads from an .npz file."""
@@ -392,9 +258,9 @@ class Predictive(Probabilities):
         return self.log_probs.argmax(-1)
 
     def select(self, threshold: float) -> Tensor:
-        """Tell which examples to answer, Booleans (N, ...): those of at least this confidence.
+        """Return which examples to answer, Booleans (N, ...): those of at least this confidence.
 
-        `metrics.abstain_threshold` finds a threshold that keeps a promise about the error, infinite if none does.
+        `metrics.abstain_threshold` finds a threshold that guarantees an error rate, infinite if none does.
 
         Raises:
             ValueError: The threshold is no probability.
@@ -428,37 +294,24 @@ class Predictive(Probabilities):
         if self.logits is None:
             raise ValueError("the prediction has no logits; predict with keep_samples=True")
         each = (F.log_softmax(row.double() / value, -1) for row in self.logits)
-        log_probs, expected_entropy = averaged(each, self.weights)
+        log_probs, expected_entropy = averaged(each, weights=self.weights)
         return replace(self, log_probs=log_probs, expected_entropy=expected_entropy, logits=self.logits / value)
 
     def sets(self, quantile: float, kind: str | None = None, *, seed: int = 0) -> Tensor:
-        """Tell which classes are in each example's conformal set, Booleans (N, ..., K).
+        """Return which classes are in each example's conformal set, Booleans (N, ..., K).
 
         Args:
             quantile: What `metrics.conformal_quantile` returned for labelled data of the same source.
             kind: "lac" or "aps", for a quantile that is a plain number.
-            seed: Of the randomness of "aps", without which its sets would cover more than they promise.
+            seed: Of the randomness of "aps", without which its sets would cover too much.
         """
         return conformal_sets(self.probs.flatten(0, -2), quantile, kind, seed=seed).view_as(self.log_probs)
-
-    def to_pandas(self) -> "DataFrame":
-        """Return a DataFrame with one row per item: class, doubts, label, and the probability of each class."""
-        names = ("prediction", "confidence", "entropy", "expected_entropy", "mutual_information", "labels")
-        columns = {name: getattr(self, name) for name in names}
-        columns |= {f"p_{k}": p for k, p in enumerate(self.probs.unbind(-1))}
-        return frame(columns, self.expected_entropy.shape)
 
     @cached_property
     def scores(self) -> dict[str, float]:
         """Error, NLL and ECE (top label) against the labels; empty where there are none."""
         flat = self.flat()
-        if flat.labels is None:
-            return {}
-        return {
-            "error": metrics.error(flat.probs, flat.labels),
-            "nll": float(F.nll_loss(flat.log_probs, flat.labels.long())),
-            "ece": metrics.ece(flat.probs, flat.labels),
-        }
+        return {} if flat.labels is None else _scores(flat.log_probs, flat.labels.long())
 
     def flat(self) -> "Predictive":
         """Return one row per item (token, pixel), without those whose label is -100."""
@@ -472,72 +325,59 @@ class Predictive(Probabilities):
             **self.judged_at(torch.arange(len(self)).repeat_interleave(self.entropy[:1].numel())[kept]),
         )
 
-    def __repr__(self) -> str:
-        what = said(self.num_samples, self.closed_form)
-        if not bool(self.log_probs.sum(-1).isnan().any()):
-            scores = self._scores_in_words()
-        else:
-            scores = ", outputs that are not finite"
-        return f"Predictive({len(self)} examples, {self.log_probs.shape[-1]} classes, {what}{scores})"
+    def _columns(self) -> dict[str, Tensor | None]:
+        names = ("prediction", "labels", "confidence", "entropy", "mutual_information", "expected_entropy")
+        return {name: getattr(self, name) for name in names} | {
+            f"p_{k}": p for k, p in enumerate(self.probs.unbind(-1))
+        }
 
     def _repr_html_(self) -> str:
-        flat = self.flat()
-        names = ("prediction", "labels", "confidence", "entropy", "mutual_information")
-        return shown(repr(self), {name: getattr(flat, name) for name in names}, flat.entropy)
+        return super(Predictive, self.flat())._repr_html_()
 
-    def _scores_in_words(self) -> str:
-        try:
-            return "".join(f", {name} {value:.4f}" for name, value in self.scores.items())
-        except (ValueError, IndexError, RuntimeError):  # labels of another kind, or of another set of classes
-            return ", labels that do not fit the classes"
+    def _details(self, averaged: str) -> str:
+        return f"{self.log_probs.shape[-1]} classes, {averaged}"
 
 
-class ClassificationTally(ProbabilityTally):
-    """Collect a classifier's outputs."""
+@dataclass(frozen=True, eq=False, repr=False)
+class MultilabelPredictive(Probabilities):
+    """The average over posterior samples of each label's probability, p(y_k=1|x) = 1/S sum_s sigmoid(f_sk(x)).
 
-    classes: int | None = None
-    """The dimension of the classes; None is that of `classes_last`."""
+    Attributes:
+        log_probs: Log of the averaged probabilities of no and yes, (N, ..., 2).
+        expected_entropy: Mean over the samples of their entropies (aleatoric), (N, ...).
+        logits: Per-sample logits, (S, N, ...); None where they were not kept.
+        weights: What each row of `logits` weighs, (S,); None where all weigh the same.
+    """
 
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits with the classes last, and log softmax of them."""
-        logits = in_full(self._classes_last(output))
-        if not self.log_sums:
-            _warn_of_probabilities(logits)
-        return logits, F.log_softmax(logits.double(), -1)
+    @property
+    def probs(self) -> Tensor:
+        """Averaged probability of every label, (N, ...)."""
+        return self.log_probs[..., 1].exp()
 
-    def _classes_last(self, output: Tensor) -> Tensor:
-        if output.dim() < 2 or (output.dim() == 2 and output.shape[1] < 2):
-            raise ValueError(
-                f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
-                "give a single example as a batch, x.unsqueeze(0), and a binary model two outputs, or use "
-                "task='multilabel' for a yes or no, 'regression' for a number"
-            )
-        return classes_last(output) if self.classes is None else output.movedim(self.classes, -1)
+    @property
+    def prediction(self) -> Tensor:
+        """Whether each label is more probable than not."""
+        return self.log_probs[..., 1] > self.log_probs[..., 0]
 
-    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
-        """Add one batch whose logits have a Gaussian distribution around a model's output.
+    @cached_property
+    def scores(self) -> dict[str, float]:
+        """Error, NLL and ECE over all labels, each a decision between two; empty where there are none."""
+        if self.labels is None:
+            return {}
+        truth = values_like(self.probs, self.labels.double())
+        return _scores(self.log_probs.flatten(0, -2), truth.flatten().round().long())
 
-        The expected entropy is what is left of the entropy without the mutual information, which comes from draws of
-        the logits alone.
-        """
-        self._classes_last(output)
-        log_probs = logits.log_probs()
-        self.log_sums[batch] = log_probs
-        information = logits.mutual_information().cpu().double()
-        self.entropies[batch] = (entropy_of(log_probs) - information).clamp_min(0)
-        if self.keep:
-            self.logits[0, batch] = in_full(output)
+    def _columns(self) -> dict[str, Tensor | None]:
+        names = ("probs", "prediction", "labels", "entropy", "mutual_information", "expected_entropy")
+        return {name: getattr(self, name) for name in names}
 
-    def finish(self, num_samples: int, labels: list[Any], *, closed_form: bool = False) -> Predictive:
-        """Return the predictive distribution over all batches."""
-        return Predictive(**self.averages(num_samples, labels), closed_form=closed_form)
+    def _details(self, averaged: str) -> str:
+        return f"{self.log_probs[0].numel() // 2} labels, {averaged}"
 
 
-def _warn_of_probabilities(logits: Tensor) -> None:
-    """Warn where the first batch is made of rows that sum to one: a model that ends with softmax."""
-    if logits.numel() and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-4).all()):
-        warnings.warn(
-            "the model's outputs look like probabilities, rows from 0 to 1 that sum to one, and softmax is applied to "
-            "them once more; let the model return logits",
-            stacklevel=2,
-        )
+def _scores(log_probs: Tensor, labels: Tensor) -> dict[str, float]:
+    return {
+        "error": metrics.error(log_probs.exp(), labels),
+        "nll": float(F.nll_loss(log_probs, labels)),
+        "ece": metrics.ece(log_probs.exp(), labels),
+    }

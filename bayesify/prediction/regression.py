@@ -1,25 +1,18 @@
 """A regression model's predictive distribution: a Gaussian for each posterior sample, mixed with equal weights."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bayesify.core.gaussian_noise import noise_in
-from bayesify.prediction.batches import mean_and_log_var, values_like
-from bayesify.prediction.gaussian import GaussianLogits
-from bayesify.prediction.novelty import Judged
-from bayesify.prediction.predictive import frame, in_full, join, join_labels, one_of, said, shown, stack_samples
+from bayesify.core.reading import Scope
+from bayesify.prediction.batches import values_like
+from bayesify.prediction.predictive import Prediction
 from bayesify.quality import regression as gaussians
 from bayesify.quality.conformal import INTERVAL_KINDS, half_width, kind_of
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 LEVEL = 0.95
 NO_NOISE = (
@@ -29,8 +22,8 @@ NO_NOISE = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class RegressionPredictive(Judged):
+@dataclass(frozen=True, eq=False, repr=False)
+class RegressionPredictive(Prediction):
     """The prediction p(y|x) = 1/S sum_s N(y; f_s(x), v_s(x)) of a regression model.
 
     Intervals and scores are those of this mixture. Where the outputs of the samples were not kept, or mean and spread
@@ -42,21 +35,16 @@ class RegressionPredictive(Judged):
         aleatoric: Standard deviation of the noise, (N, ...), the root of the mean of v_s; 0 where it is not known.
         outputs: Per-sample means, (S, N, ...); None where they were not kept.
         noise_var: v_s, (S, N, ...), or (1, N, ...) for all; None where the noise, or that of each sample, is not known.
-        labels: The targets that came with the data, or None.
-        num_samples: S; 0 where the posterior mean or a closed form was used.
-        closed_form: Whether mean and spread are exact; `outputs` are then the mean's, (1, N, ...).
-        method: The name of the model's method, for reports; empty where it has none, or is not known.
     """
+
+    _arrays = ("mean", "std", "epistemic", "aleatoric", "outputs")
+    _average, _uncertainty, _digits = "mean", "std", ".4g"
 
     mean: Tensor
     epistemic: Tensor
     aleatoric: Tensor
-    outputs: Tensor | None
-    noise_var: Tensor | None
-    labels: Tensor | None
-    num_samples: int
-    closed_form: bool = False
-    method: str = ""
+    outputs: Tensor | None = None
+    noise_var: Tensor | None = None
 
     @property
     def std(self) -> Tensor:
@@ -170,55 +158,17 @@ class RegressionPredictive(Judged):
             "width": float((high - low).mean()),
         }
 
-    def __len__(self) -> int:
-        return len(self.mean)
-
-    def __getitem__(self, index: Any) -> "RegressionPredictive":
-        """Take some of the examples."""
-        index = one_of(index, len(self))
-        return replace(
-            self,
-            mean=self.mean[index],
-            epistemic=self.epistemic[index],
-            aleatoric=self.aleatoric[index],
-            outputs=None if self.outputs is None else self.outputs[:, index],
-            noise_var=None if self.noise_var is None else self.noise_var[:, index],
-            labels=None if self.labels is None else self.labels[index],
-            **self.judged_at(index),
-        )
-
-    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the arrays by name."""
-        names = ("mean", "std", "epistemic", "aleatoric", "outputs", "labels", "novelty", "novelty_pvalue")
-        arrays = {name: getattr(self, name) for name in names}
-        return {name: value.numpy() for name, value in arrays.items() if value is not None}
-
     def _columns(self) -> dict[str, Tensor | None]:
         low, high = self.interval() if self.noise_known else (None, None)
         targets = None if self.labels is None else self.targets()
-        return {"mean": self.mean, "std": self.std, "low": low, "high": high, "target": targets}
+        table = {"mean": self.mean, "std": self.std, "low": low, "high": high, "target": targets}
+        return table | {"epistemic": self.epistemic, "aleatoric": self.aleatoric}
 
-    def to_pandas(self) -> "DataFrame":
-        """Return a DataFrame with one row per output: mean, both doubts, the 95% interval and the target."""
-        columns = self._columns() | {"epistemic": self.epistemic, "aleatoric": self.aleatoric}
-        return frame(columns, self.mean.shape)
-
-    def _repr_html_(self) -> str:
-        fits = self.labels is None or self.labels.numel() == self.mean.numel()
-        columns = (self if fits else replace(self, labels=None))._columns()
-        flat = {name: None if value is None else value.flatten() for name, value in columns.items()}
-        return shown(repr(self), flat, self.std.flatten())
-
-    def __repr__(self) -> str:
-        what = said(self.num_samples, self.closed_form)
-        try:
-            scores = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if math.isfinite(value))
-        except ValueError:
-            scores = ", targets that do not fit the outputs"
-        return f"RegressionPredictive({len(self)} examples, {what}, mean std {float(self.std.mean()):.4g}{scores})"
+    def _details(self, averaged: str) -> str:
+        return f"{averaged}, mean std {float(self.std.mean()):.4g}"
 
 
-def noise_of(model: nn.Module, scopes: Sequence[Any]) -> Tensor | None:
+def noise_of(model: nn.Module, scopes: Sequence[Scope]) -> Tensor | None:
     """Return the variances of a model's noise: those learned beside it, else what its fit found; None without any.
 
     Args:
@@ -229,72 +179,3 @@ def noise_of(model: nn.Module, scopes: Sequence[Any]) -> Tensor | None:
         return learned.variance.cpu().double()
     found = next((v for scope in scopes if (v := getattr(scope.method, "noise_var", None)) is not None), None)
     return None if found is None else torch.tensor(found, dtype=torch.float64)
-
-
-class RegressionTally:
-    """Collect a regression model's outputs sample by sample; the spread by Welford's recurrence."""
-
-    def __init__(self, *, keep: bool) -> None:
-        self.keep = keep
-        self.moments: dict[int, tuple[int, Tensor, Tensor]] = {}
-        self.outputs: dict[tuple[int, int], Tensor] = {}
-
-    def add(self, sample: int, batch: int, output: Tensor) -> None:
-        """Add the output of one sample on one batch."""
-        output = in_full(output)
-        value = output.double()
-        count, mean, squares = self.moments.get(batch, (0, torch.zeros_like(value), torch.zeros_like(value)))
-        delta = value - mean
-        mean = mean + delta / (count + 1)
-        self.moments[batch] = (count + 1, mean, squares + delta * (value - mean))
-        if self.keep:
-            self.outputs[sample, batch] = output
-
-    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
-        """Add one batch whose outputs have a Gaussian distribution around the model's."""
-        mean = in_full(output)
-        self.moments[batch] = (1, mean.double(), in_full(logits.variance()).double())
-        if self.keep:
-            self.outputs[0, batch] = mean
-
-    def finish(self, num_samples: int, labels: list[Any], *, closed_form: bool = False) -> RegressionPredictive:
-        """Return the predictive distribution over all batches, without noise."""
-        count, order = max(num_samples, 1), sorted(self.moments)
-        variance = join([self.moments[b][2] for b in order]) / max(count - 1, 1)
-        return RegressionPredictive(
-            mean=join([self.moments[b][1] for b in order]),
-            epistemic=variance.sqrt(),
-            aleatoric=torch.zeros_like(variance),
-            outputs=stack_samples(self.outputs, count, order) if self.keep else None,
-            noise_var=None,
-            labels=join_labels(labels, len(variance)),
-            num_samples=num_samples,
-            closed_form=closed_form,
-        )
-
-
-class HeteroscedasticTally(RegressionTally):
-    """The same for a model whose outputs are means and log variances, in halves of the last dimension."""
-
-    def __init__(self, *, keep: bool) -> None:
-        super().__init__(keep=keep)
-        self.sums: dict[int, Tensor] = {}
-        self.variances: dict[tuple[int, int], Tensor] = {}
-
-    def add(self, sample: int, batch: int, output: Tensor) -> None:
-        """Add the output of one sample on one batch."""
-        mean, log_var = mean_and_log_var(output)
-        super().add(sample, batch, mean)
-        variance = in_full(log_var).double().exp()
-        self.sums[batch] = self.sums[batch] + variance if batch in self.sums else variance
-        if self.keep:
-            self.variances[sample, batch] = variance
-
-    def finish(self, num_samples: int, labels: list[Any], *, closed_form: bool = False) -> RegressionPredictive:
-        """Return the predictive distribution over all batches, with the noise that the model gives."""
-        count, order = max(num_samples, 1), sorted(self.sums)
-        return replace(
-            super().finish(num_samples, labels),
-            aleatoric=(join([self.sums[b] for b in order]) / count).sqrt(),
-            noise_var=stack_samples(self.variances, count, order) if self.keep else None,
-        )

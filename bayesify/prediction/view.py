@@ -1,12 +1,7 @@
-"""Views of a model, and what their samples share.
+"""How predictions run a model: views of it in eval mode, with BatchNorm statistics of their own, that share calls.
 
-A prediction runs a view in eval mode, so that it changes nothing for a thread that trains the model, or predicts with
-it too. One view per sample keeps what a model remembers of its calls (hidden states, caches) from the other samples.
-
-The outermost modules without spread keep inputs and outputs of their calls; a call with equal inputs gets a copy of the
-outputs. Only inside of `predict`, and only modules that have proved to be functions of their inputs: each runs twice at
-first, and the outputs agree, no generator has moved, no buffer, attribute or input has changed, and no posterior was
-read. Whatever else is run as ever.
+A view changes nothing for a thread that trains the model, or predicts with it too. One view per sample keeps what a
+model remembers of its calls (hidden states, caches) from the other samples.
 """
 
 import copy
@@ -14,23 +9,26 @@ import functools
 import random
 import threading
 import types
+import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 from bayesify.core.distributed import is_sharded, shards_itself
-from bayesify.core.modes import put_buffers_of_start
+from bayesify.core.modes import Mode, override, put_buffers_of_start
 from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope, scope_behind
 
 CONTAINERS = (list, tuple, dict, set, OrderedDict)
+STALE = "statistics are another's"  # in `Scope.told`: the mean has moved since the statistics were computed
 
 
 def can_be_viewed(model: nn.Module) -> bool:
@@ -45,27 +43,18 @@ def _is_bound(module: nn.Module) -> bool:
     compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
     scripted = isinstance(module, (torch.jit.ScriptModule, nn.DataParallel))
     sharded = shards_itself(module) or any(is_sharded(p) for p in module._parameters.values() if p is not None)
-    replaced = module.__dict__.get("forward")
-    return compiled or scripted or sharded or not (replaced is None or _rebinds(replaced))
-
-
-def _rebinds(function: Any) -> bool:
-    """Return whether a replaced forward names its module, so that a view can have one of its own."""
-    return isinstance(function, (types.MethodType, functools.partial))
+    replaced = module.__dict__.get("forward")  # a method or partial names its module, which `_twin` replaces
+    closure = replaced is not None and not isinstance(replaced, (types.MethodType, functools.partial))
+    return compiled or scripted or sharded or closure
 
 
 def view(model: nn.Module, *, prior: bool = False) -> nn.Module:
-    """Return a view of a model in eval mode; its parameters and posteriors are the model's own.
-
-    Args:
-        model: A model that `can_be_viewed`.
-        prior: Whether its buffers are those of the start, for a prediction at the prior mean.
-    """
+    """Return a view of a model in eval mode, with its parameters and posteriors; `prior` takes its first buffers."""
     twins: dict[int, Any] = {}
     for module in model.modules():
-        if id(module) not in twins:
-            # What draws a parameter is shared: it knows by the thread that runs what is read.
-            twins[id(module)] = module if _shared(module) else object.__new__(type(module))
+        # What draws a parameter, and keeps it, is shared: it knows by the thread that runs what is read.
+        shared = isinstance(module, ParametrizationList) or hasattr(module, "prior_center")
+        twins[id(module)] = module if shared else object.__new__(type(module))
     for module in model.modules():
         twin = twins[id(module)]
         if twin is not module:
@@ -79,11 +68,6 @@ def view(model: nn.Module, *, prior: bool = False) -> nn.Module:
     return found
 
 
-def _shared(module: nn.Module) -> bool:
-    """Return whether a view holds the very module: the parametrizations, which keep the parameters."""
-    return isinstance(module, ParametrizationList) or hasattr(module, "prior_center")
-
-
 def _twin(value: Any, twins: dict[int, Any], depth: int = 3) -> Any:
     """Return an attribute for a view: modules become their twins, containers are copied, all else is the same."""
     if isinstance(value, nn.Module):
@@ -91,10 +75,9 @@ def _twin(value: Any, twins: dict[int, Any], depth: int = 3) -> Any:
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, _twin(value.__self__, twins, 0))
     if isinstance(value, functools.partial):
-        words = {k: _twin(v, twins, depth - 1) for k, v in value.keywords.items()}
-        return functools.partial(
-            _twin(value.func, twins, 0), *(_twin(v, twins, depth - 1) for v in value.args), **words
-        )
+        args = [_twin(v, twins, depth - 1) for v in value.args]
+        keywords = {k: _twin(v, twins, depth - 1) for k, v in value.keywords.items()}
+        return functools.partial(_twin(value.func, twins, 0), *args, **keywords)
     if not depth or type(value) not in CONTAINERS:
         return value
     if isinstance(value, dict):
@@ -106,22 +89,21 @@ def _twin(value: Any, twins: dict[int, Any], depth: int = 3) -> Any:
 
 @contextmanager
 def views(model: nn.Module, count: int = 1) -> Iterator[list[nn.Module]]:
-    """Yield a model in eval mode so many times, without gradients: views of it.
+    """Yield views of a model without gradients, or the model itself in eval mode where it cannot be viewed.
 
-    The code of compiled and sharded modules belongs to them: such a model is yielded itself, and its flags are put back
-    afterwards. It must not be trained meanwhile.
+    Such a model must not be trained meanwhile.
     """
-    with torch.no_grad():
-        if can_be_viewed(model):
+    if can_be_viewed(model):
+        with torch.no_grad():
             yield [view(model) for _ in range(count)]
-        else:
-            with evaluation(model):
-                yield [model] * count
+    else:
+        with evaluation(model):
+            yield [model] * count
 
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Set eval mode for a `with` block, and put every module's flag back afterwards."""
+    """Set eval mode without gradients for a `with` block, and put every module's flag back afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -135,6 +117,81 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 def same_place(model: nn.Module, part: nn.Module, other: nn.Module) -> nn.Module:
     """Return the module of a view that a module of the model has become."""
     return other.get_submodule(next(path for path, module in model.named_modules() if module is part))
+
+
+@contextmanager
+def own_statistics(
+    model: nn.Module, run: Callable[[nn.Module], bool] | None, scopes: Sequence[Scope], mode: Mode
+) -> Iterator[None]:
+    """Use the BatchNorm statistics that a run of the model gives in some mode, and then the model's own again."""
+    norms = [] if run is None else norms_in(model)
+    kept = _buffers(norms)
+    try:
+        if norms and run is not None:
+            with estimating(model, norms), override(scopes, mode):
+                if not run(model):
+                    raise ValueError("update_bn has no batches; pass the training data")
+        yield
+    finally:
+        _put_back(norms, kept)
+
+
+def norms_in(model: nn.Module) -> list[_BatchNorm]:
+    """Return the layers that keep running statistics."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def warn_where_stale(model: nn.Module, scopes: Sequence[Scope]) -> None:
+    """Warn, once, where a posterior's mean is not the weights that the statistics were computed with."""
+    stale = [scope for scope in scopes if STALE in scope.told]
+    if stale and norms_in(model):
+        for scope in stale:
+            scope.told.discard(STALE)
+        warnings.warn(
+            "the model's BatchNorm statistics are those of its last iterate, not of the posterior's mean or samples; "
+            "call predict(..., update_bn=train_loader), or bayesify.integrations.vision.update_bn(model, train_loader)",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def estimating(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+    """Set eval mode but for the norms, which start to average from nothing; an error puts their statistics back.
+
+    A norm starts anew at its first batch: one that no batch reaches, such as a resting member's, keeps what it has.
+    """
+    momenta, before, reached = [norm.momentum for norm in norms], _buffers(norms), set[nn.Module]()
+
+    def start(norm: Any, _: Any) -> None:
+        if norm not in reached:
+            reached.add(norm)
+            norm.reset_running_stats()
+
+    hooks = [norm.register_forward_pre_hook(start) for norm in norms]
+    try:
+        with evaluation(model):
+            for norm in norms:
+                norm.momentum = None  # every batch counts the same
+                norm.training = True
+            yield
+    except BaseException:
+        _put_back(norms, before)
+        raise
+    finally:
+        for hook, norm, momentum in zip(hooks, norms, momenta, strict=True):
+            hook.remove()
+            norm.momentum = momentum
+
+
+def _buffers(norms: list[_BatchNorm]) -> list[dict[str, Tensor]]:
+    return [{name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)} for norm in norms]
+
+
+def _put_back(norms: list[_BatchNorm], kept: list[dict[str, Tensor]]) -> None:
+    with torch.no_grad():
+        for norm, buffers in zip(norms, kept, strict=True):
+            for name, buffer in buffers.items():
+                getattr(norm, name).copy_(buffer)
 
 
 CALLS = 8  # with different inputs that a module remembers: those of one forward
@@ -162,10 +219,10 @@ class Call(NamedTuple):
 
 
 class Memory:
-    """What the modules of one model remember during a prediction, by the model's own modules."""
+    """What the modules without spread of one model return for a batch."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
+    def __init__(self, spread: set[Posterior]) -> None:
+        self.spread, self.bytes = spread, 0
         self.known: dict[nn.Module, Remembered] = {}
 
     def forget(self) -> None:
@@ -176,55 +233,52 @@ class Memory:
 
 
 class Remembered:
-    """The last calls of a module without spread."""
+    """The last calls of a module without spread, for as long as it proves to be a function of its inputs.
 
-    def __init__(self, memory: Memory, spread: set[Posterior]) -> None:
-        self.memory, self.spread = memory, spread
+    It runs twice at first: the outputs agree, no generator has moved, no buffer, attribute or input has changed, and no
+    posterior was read. A call with equal inputs then gets a copy of the outputs.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self.calls: deque[Call] = deque(maxlen=CALLS)
-        self.wasted, self.proved, self.off = 0, False, False
+        self.misses, self.proved, self.off = 0, False, False
 
     def __call__(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Return what a view's module returns."""
         inputs, nesting = pytree.tree_flatten((args, kwargs))
-        usable = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in inputs)
-        if self.off or getattr(_local, "inside", False) or torch.is_grad_enabled() or not usable:
+        if self.off or getattr(_local, "inside", False) or torch.is_grad_enabled() or not _is_plain(inputs):
             return forward(*args, **kwargs)
-        key = (nesting, _precision())
+        key = nesting, _precision()
         for call in list(self.calls):
             if call.key == key and _equal(call.inputs, inputs):
-                self.wasted = 0
+                self.misses = 0
                 outputs = [leaf.value.clone() if isinstance(leaf, Kept) else leaf for leaf in call.outputs]
                 return pytree.tree_unflatten(outputs, call.nesting)
-        kept, before = _copies(inputs), _state(module)
-        found, pure = self._watched(forward, args, kwargs)
-        outputs, out_nesting = pytree.tree_flatten(found)
-        pure = pure and all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in outputs) and _apart(inputs, outputs)
-        pure = pure and _equal(kept, inputs) and before == _state(module)
-        self.wasted += 1
-        if not pure or self.wasted > PATIENCE:
+        found, new = self._run(key, inputs, module, forward, args, kwargs)
+        if new is not None and not self.proved:
+            again, same = self._run(key, inputs, module, forward, args, kwargs)
+            self.proved = same is not None and _equal(new.outputs, pytree.tree_flatten(again)[0])
+        self.misses += 1
+        if new is None or not self.proved or self.misses > PATIENCE:
             self.off = True
             self.calls.clear()
             return found
-        call = Call(key, kept, out_nesting, _copies(outputs))
-        if not self.proved:
-            again, pure = self._watched(forward, args, kwargs)
-            self.proved = pure and _equal(call.outputs, pytree.tree_flatten(again)[0])
-            self.proved = self.proved and _equal(kept, inputs) and before == _state(module)
-            if not self.proved:
-                self.off = True
-                return found
-        size = sum(leaf.value.nbytes for leaf in (*call.inputs, *call.outputs) if isinstance(leaf, Kept))
+        size = sum(leaf.value.nbytes for leaf in (*new.inputs, *new.outputs) if isinstance(leaf, Kept))
         if self.memory.bytes + size <= BYTES:
             self.memory.bytes += size
-            self.calls.append(call)
+            self.calls.append(new)
         return found
 
-    def _watched(self, forward: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Run a forward; return its output, and whether it read no posterior and no generator."""
-        readers: list[Any] = list({id(p.reader): p.reader for p in self.spread}.values())
-        drawn, threads = _random_state(), [reader.now for reader in readers]
+    def _run(
+        self, key: Any, inputs: list[Any], module: nn.Module, forward: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Call | None]:
+        """Run a forward; return its output, and the call if nothing but its inputs can have counted."""
+        readers: list[Any] = list({id(p.reader): p.reader for p in self.memory.spread}.values())
+        threads = [reader.now for reader in readers]
+        kept, before = _copies(inputs), (_state(module), _random_state())
         for now in threads:
-            now.watched, now.touched = self.spread, False
+            now.watched, now.touched = self.memory.spread, False
         _local.inside = True
         try:
             found = forward(*args, **kwargs)
@@ -232,7 +286,14 @@ class Remembered:
             _local.inside = False
             for now in threads:
                 now.watched = ()
-        return found, drawn == _random_state() and not any(now.touched for now in threads)
+        outputs, nesting = pytree.tree_flatten(found)
+        pure = not any(now.touched for now in threads) and before == (_state(module), _random_state())
+        pure = pure and _equal(kept, inputs) and _is_plain(outputs) and _can_be_copied(inputs, outputs)
+        return found, Call(key, kept, nesting, _copies(outputs)) if pure else None
+
+
+def _is_plain(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
 
 
 def _state(module: nn.Module) -> list[Any]:
@@ -284,7 +345,7 @@ def _same(known: Any, leaf: Any) -> bool:
     return alike and torch.equal(value, leaf)
 
 
-def _apart(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+def _can_be_copied(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     """Return whether copies of the outputs are as good: they share no memory, and a copy keeps the layout."""
     taken = {leaf.untyped_storage().data_ptr() for leaf in inputs if isinstance(leaf, Tensor)}
     found = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
@@ -295,22 +356,17 @@ def _apart(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
 @contextmanager
 def reusing(model: nn.Module, views: Sequence[nn.Module]) -> Iterator[Memory | None]:
-    """Let the views of a model share what its modules without spread return, inside a `with` block.
+    """Let the views of a model, one per sample, share what its modules without spread return; yield their memory.
 
-    Args:
-        model: The model.
-        views: Views of it, one per sample; nothing is done where they are the model itself.
-
-    Yields:
-        The memory, or None where there is nothing to remember.
+    It is None where there is nothing to remember, or the views are the model itself.
     """
-    memory, modules = Memory(), list(model.modules())
+    modules = list(model.modules())
     spread = {m for m in modules if isinstance(m, Posterior) and m.moves}
-    if spread and not any(v is model for v in views):
-        for module in modules:
-            still = not isinstance(module, Posterior) and not spread.intersection(module.modules())
-            if still and next(module.parameters(), None) is not None and not _is_hooked(module):
-                memory.known[module] = Remembered(memory, spread)
+    memory = Memory(spread)
+    for module in modules if spread and not any(v is model for v in views) else ():
+        still = not isinstance(module, Posterior) and not spread.intersection(module.modules())
+        if still and next(module.parameters(), None) is not None and not _is_hooked(module):
+            memory.known[module] = Remembered(memory)
     for own in views if memory.known else ():
         for module, twin in zip(modules, own.modules(), strict=True):
             if module in memory.known:

@@ -21,11 +21,10 @@ from bayesify.core.prior import TOLERANCE, deviation
 from bayesify.core.scopes import scopes_of
 from bayesify.methods.laplace.evidence import Fitted, log_evidence, spread_all, typical_sig
 from bayesify.methods.laplace.method import LastLayer
-from bayesify.prediction.batches import as_batches, is_one_batch, split_batch, values_like
+from bayesify.prediction.batches import as_batches, is_one_batch, joined_labels, split_batch, values_like
 from bayesify.prediction.last_layer import NotLastError, passed
 from bayesify.prediction.likelihoods import Classification, Given, Likelihood, Regression
 from bayesify.prediction.predict import predict
-from bayesify.prediction.predictive import join_labels
 from bayesify.prediction.view import evaluation
 from bayesify.quality.calibration import golden_section
 from bayesify.quality.regression import gaussian_nll
@@ -168,7 +167,7 @@ def validation_nll(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple
         raise ValueError(NO_LABELS)
     labels: Any = found.labels
     if isinstance(likelihood, Given):  # a function of the caller's takes the labels as they are
-        labels = join_labels([split_batch(batch)[1] for batch in as_batches(data)], len(found))
+        labels = joined_labels([split_batch(batch)[1] for batch in as_batches(data)], len(found))
     assert found.outputs is not None
     try:
         nll = likelihood.mixture_nll(found.outputs, labels)

@@ -262,7 +262,7 @@ MUTANTS = [
         ),
         ("Fisher of a log variance 1", "torch.full_like(mean, 0.5**0.5)", "torch.ones_like(mean)", "heteroscedastic"),
         ("Bernoulli curvature p", "(p * (1 - p)).sqrt()", "p.sqrt()", "roots_square"),
-        ("ignored labels have a curvature", "(labels != IGNORED).to(logits)", "torch.ones_like(logits[..., 0])", ""),
+        ("ignored labels have a curvature", "(labels != IGNORED).to(p)", "torch.ones_like(p[..., 0])", ""),
     ),
     *of(
         "prediction",

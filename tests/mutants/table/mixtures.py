@@ -57,7 +57,7 @@ MUTANTS = [
         ("the layer keeps a member's", "norm._buffers.update(self.own.pop())", "self.own.pop()", "error"),
     ),
     *of(
-        "prediction/statistics.py",
+        "prediction/view.py",
         "test_swag.py",
         ("every batch starts anew", "if norm not in reached:", "if True:", "every_sample"),
         (
@@ -75,9 +75,13 @@ MUTANTS = [
         ("moments of all cycles together", "posterior.forget()", "pass", "member"),
     ),
     *of(
-        "prediction/predict.py",
+        "prediction/predictive.py",
         "test_mixtures.py",
-        ("a sum, not an average", "for p in parts]) - math.log(len(parts))", "for p in parts])", "five or closed"),
+        ("a sum, not an average", "(total - math.log(count))", "total", "five or closed"),
+    ),
+    *of(
+        "prediction/averages.py",
+        "test_mixtures.py",
         ("no spread between members", "within + (means - mean).square().mean(0)", "within", "regression"),
         (
             "member after member",

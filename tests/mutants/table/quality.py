@@ -133,7 +133,7 @@ MUTANTS = [
     *of(
         "prediction",
         "test_prediction.py",
-        ("the sum for the average", " - math.log(count)", "", "average_is"),
+        ("the sum for the average", "log_sum - math.log(count)", "log_sum", "average_is"),
         ("ignored labels count", "self.labels.flatten() != IGNORED", "self.labels.flatten() != -101", ""),
         ("entropy without its sign", "return -torch.where(probs == 0", "return torch.where(probs == 0", "adds_up"),
         ("least confident", "self.log_probs.amax(-1).exp()", "self.log_probs.amin(-1).exp()", ""),
@@ -153,10 +153,11 @@ MUTANTS = [
         ("lists are shared", "not in CONTAINERS", "not in ()", "attributes_of_its_own or lists"),
     ),
     *of(
-        "prediction/predictive.py",
-        "test_prediction.py",
-        ("entropies are not averaged", "for b in order]) / count,", "for b in order]),", "adds_up"),
-        ("the largest for the average", "torch.logaddexp(self.log_sums", "torch.maximum(self.log_sums", "average_is"),
+        "prediction/averages.py",
+        "test_prediction.py test_regression.py",
+        ("entropies are not averaged", "entropies / count,", "entropies,", "adds_up"),
+        ("the largest for the average", "torch.logaddexp(log_sum,", "torch.maximum(log_sum,", "average_is"),
+        ("noise is not averaged", "(self.noise[batch] / count).sqrt()", "self.noise[batch].sqrt()", "heteroscedastic"),
     ),
     *of(
         "prediction/regression.py",
@@ -164,7 +165,6 @@ MUTANTS = [
         ("std without the noise", "(self.epistemic**2 + self.aleatoric**2)", "(self.epistemic**2)", ""),
         ("std without the samples", "(self.epistemic**2 + self.aleatoric**2)", "(self.aleatoric**2)", ""),
         ("an interval of half the level", "(1 + sign * level) / 2)", "(1 + sign * level / 2) / 2)", "intervals"),
-        ("noise is not averaged", "for b in order]) / count).sqrt()", "for b in order])).sqrt()", "heteroscedastic"),
     ),
     *of(
         "prediction/active.py",

@@ -1,0 +1,275 @@
+"""Average what the samples give, batch by batch; mix the members of a mixture; join the parts of processes."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bayesify.core import ranks
+from bayesify.prediction.batches import classes_last, joined, joined_labels, mean_and_log_var
+from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.predictive import (
+    BY_SAMPLE,
+    MultilabelPredictive,
+    Prediction,
+    Predictive,
+    averaged,
+    entropy_of,
+    in_full,
+)
+from bayesify.prediction.regression import RegressionPredictive
+
+Found = Predictive | MultilabelPredictive | RegressionPredictive
+P = TypeVar("P", bound=Prediction)
+C = TypeVar("C", Predictive, MultilabelPredictive)
+
+
+class Tally(ABC, Generic[P]):
+    """Running averages of every batch over the samples, which come one after the other."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self.sums: dict[int, Any] = {}
+        self.kept: dict[int, list[Tensor]] = defaultdict(list)
+
+    @abstractmethod
+    def add(self, batch: int, output: Tensor) -> None:
+        """Add the output of the next sample on one batch."""
+
+    @abstractmethod
+    def part(self, batch: int, count: int) -> P:
+        """Return the prediction for one batch, the average over `count` samples."""
+
+    def finish(self, num_samples: int, labels: Sequence[Any], *, closed_form: bool = False) -> P:
+        """Return the prediction for all batches."""
+        found = concatenated([self.part(i, max(num_samples, 1)) for i in sorted(self.sums)])
+        joined = joined_labels(labels, len(found))
+        return replace(found, labels=joined, num_samples=num_samples, closed_form=closed_form)
+
+    def stacked(self, batch: int) -> Tensor | None:
+        """Return what every sample gave, (S, N, ...), where that was kept."""
+        return torch.stack(self.kept.pop(batch)) if self.keep else None
+
+
+class ProbabilityTally(Tally[C]):
+    """Sums of probabilities, as logarithms, and of entropies."""
+
+    kind: type[C]
+
+    @abstractmethod
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits to keep, and the log-probabilities in float64."""
+
+    def add(self, batch: int, output: Tensor) -> None:
+        """Add the output of the next sample on one batch."""
+        logits, log_probs = self.read(output)
+        entropy = entropy_of(log_probs)
+        if batch in self.sums:
+            log_sum, entropies = self.sums[batch]
+            log_probs, entropy = torch.logaddexp(log_sum, log_probs), entropies + entropy
+        self.sums[batch] = log_probs, entropy
+        if self.keep:
+            self.kept[batch].append(logits)
+
+    def part(self, batch: int, count: int) -> C:
+        """Return the prediction for one batch, the average over `count` samples."""
+        log_sum, entropies = self.sums[batch]
+        return self.kind((log_sum - math.log(count)).clamp_max_(0), entropies / count, self.stacked(batch))
+
+
+class ClassificationTally(ProbabilityTally[Predictive]):
+    """The average of a classifier's probabilities."""
+
+    kind = Predictive
+    classes: int | None = None  # the dimension of the classes; None is that of `classes_last`
+
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits with the classes last, and log softmax of them."""
+        logits = in_full(self._classes_last(output))
+        if not self.sums:
+            _warn_of_probabilities(logits)
+        return logits, F.log_softmax(logits.double(), -1)
+
+    def _classes_last(self, output: Tensor) -> Tensor:
+        if output.dim() < 2 or (output.dim() == 2 and output.shape[1] < 2):
+            raise ValueError(
+                f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
+                "give a single example as a batch, x.unsqueeze(0), and a binary model two outputs, or use "
+                "task='multilabel' for a yes or no, 'regression' for a number"
+            )
+        return classes_last(output) if self.classes is None else output.movedim(self.classes, -1)
+
+    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
+        """Add one batch whose logits have a Gaussian distribution around a model's output.
+
+        The expected entropy is what is left of the entropy without the mutual information, which comes from draws of
+        the logits alone.
+        """
+        self._classes_last(output)
+        log_probs, information = logits.log_probs(), logits.mutual_information().cpu().double()
+        self.sums[batch] = log_probs, (entropy_of(log_probs) - information).clamp_min(0)
+        if self.keep:
+            self.kept[batch].append(in_full(output))
+
+
+def _warn_of_probabilities(logits: Tensor) -> None:
+    """Warn where the first batch is made of rows that sum to one: a model that ends with softmax."""
+    if logits.numel() and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-4).all()):
+        warnings.warn(
+            "the model's outputs look like probabilities, rows from 0 to 1 that sum to one, and softmax is applied to "
+            "them once more; let the model return logits",
+            stacklevel=2,
+        )
+
+
+class MultilabelTally(ProbabilityTally[MultilabelPredictive]):
+    """The average of the probabilities of a multi-label model."""
+
+    kind = MultilabelPredictive
+
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits, and the log-probabilities of no and yes, (N, ..., 2)."""
+        logits = in_full(output)
+        return logits, F.logsigmoid(torch.stack([-logits, logits], -1).double())
+
+
+class RegressionTally(Tally[RegressionPredictive]):
+    """Mean and spread of a regression model's outputs, by Welford's recurrence."""
+
+    def add(self, batch: int, output: Tensor) -> None:
+        """Add the output of the next sample on one batch."""
+        output = in_full(output)
+        value = output.double()
+        count, mean, squares = self.sums.get(batch, (0, torch.zeros_like(value), torch.zeros_like(value)))
+        delta = value - mean
+        mean = mean + delta / (count + 1)
+        self.sums[batch] = count + 1, mean, squares + delta * (value - mean)
+        if self.keep:
+            self.kept[batch].append(output)
+
+    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
+        """Add one batch whose outputs have a Gaussian distribution around the model's."""
+        mean = in_full(output)
+        self.sums[batch] = 1, mean.double(), in_full(logits.variance()).double()
+        if self.keep:
+            self.kept[batch].append(mean)
+
+    def part(self, batch: int, count: int) -> RegressionPredictive:
+        """Return the prediction for one batch, without noise."""
+        _, mean, squares = self.sums[batch]
+        std = (squares / max(count - 1, 1)).sqrt()
+        return RegressionPredictive(mean, std, torch.zeros_like(mean), self.stacked(batch))
+
+
+class HeteroscedasticTally(RegressionTally):
+    """The same for a model whose outputs are means and log variances, in halves of the last dimension."""
+
+    def __init__(self, *, keep: bool) -> None:
+        super().__init__(keep=keep)
+        self.noise: dict[int, Tensor] = {}
+        self.kept_noise: dict[int, list[Tensor]] = defaultdict(list)
+
+    def add(self, batch: int, output: Tensor) -> None:
+        """Add the output of the next sample on one batch."""
+        mean, log_var = mean_and_log_var(output)
+        super().add(batch, mean)
+        variance = in_full(log_var).double().exp()
+        self.noise[batch] = self.noise[batch] + variance if batch in self.noise else variance
+        if self.keep:
+            self.kept_noise[batch].append(variance)
+
+    def part(self, batch: int, count: int) -> RegressionPredictive:
+        """Return the prediction for one batch, with the noise that the model gives."""
+        std = (self.noise[batch] / count).sqrt()
+        kept = torch.stack(self.kept_noise.pop(batch)) if self.keep else None
+        return replace(super().part(batch, count), aleatoric=std, noise_var=kept)
+
+
+def concatenated(parts: Sequence[P]) -> P:
+    """Join predictions of one kind on different examples."""
+    each = [part.tensors() for part in parts]
+    names = [name for name in each[0] if all(name in tensors for tensors in each)]
+    return replace(parts[0], **{n: joined([t[n] for t in each], dim=int(n in BY_SAMPLE)) for n in names})  # type: ignore[arg-type]
+
+
+def gathered(found: Found, places: list[int]) -> Found:
+    """Join the parts of all processes: each item of the data set once, in its order."""
+    if len(found) != len(places):
+        raise ValueError(
+            f"the loader's sampler names {len(places)} items, and its batches have {len(found)}; predict on batches "
+            "with one row per item, or give every process all of the data"
+        )
+    parts = ranks.gathered((places, found))
+    rows: dict[int, int] = {}
+    for row, place in enumerate(chain.from_iterable(own for own, _ in parts)):
+        rows.setdefault(place, row)  # samplers repeat items, so that all processes have as many
+    whole: Found = concatenated([part for _, part in parts])
+    return whole[torch.tensor([rows[place] for place in sorted(rows)])]
+
+
+def mixed(parts: Sequence[Found]) -> Found:
+    """Return the mixture of members' predictions, which are of one kind and on the same data."""
+    if len(parts) == 1:
+        return parts[0]
+    if regressions := [p for p in parts if isinstance(p, RegressionPredictive)]:
+        return _mixed_regressions(regressions)
+    found = [p for p in parts if not isinstance(p, RegressionPredictive)]
+    log_probs, expected_entropy = averaged([p.log_probs for p in found], [p.expected_entropy for p in found])
+    return replace(
+        found[0],
+        log_probs=log_probs,
+        expected_entropy=expected_entropy,
+        logits=_in_turn([p.logits for p in found]),
+        weights=_weights([max(p.num_samples, 1) for p in found]),
+        num_samples=sum(p.num_samples for p in found),
+        closed_form=any(p.closed_form for p in found),
+    )
+
+
+def _weights(counts: Sequence[int]) -> Tensor | None:
+    """Return the weight 1/(M S_m) of every row that `_in_turn` joins; None where all are equal."""
+    if len(set(counts)) == 1:
+        return None
+    return _in_turn([torch.full((count,), 1 / (len(counts) * count), dtype=torch.float64) for count in counts])
+
+
+def _mixed_regressions(parts: Sequence[RegressionPredictive]) -> RegressionPredictive:
+    """Return the mixture's moments: mean m = 1/M sum m_k, and variance 1/M sum (v_k + (m_k - m)^2).
+
+    The Gaussians of single samples are kept where every member has as many of them, since each weighs the same.
+    """
+    means = torch.stack([p.mean for p in parts])
+    mean = means.mean(0)
+    within = torch.stack([p.epistemic.square() for p in parts]).mean(0)
+    even = len({p.num_samples for p in parts}) == 1 and not any(p.closed_form for p in parts)
+    noises = [None if p.noise_var is None else p.noise_var.expand(max(p.num_samples, 1), *mean.shape) for p in parts]
+    return replace(
+        parts[0],
+        mean=mean,
+        epistemic=(within + (means - mean).square().mean(0)).sqrt(),
+        aleatoric=torch.stack([p.aleatoric.square() for p in parts]).mean(0).sqrt(),
+        outputs=_in_turn([p.outputs for p in parts]) if even else None,
+        noise_var=_in_turn(noises) if even else None,
+        num_samples=sum(p.num_samples for p in parts),
+        closed_form=all(p.closed_form for p in parts),
+    )
+
+
+def _in_turn(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    """Join what the members' samples gave, (S_m, N, ...) each: first every member's first, then the second ones.
+
+    So row j is that of draw j of `samples(model, n, seed)`. None where one of the members has none.
+    """
+    kept = [piece for piece in pieces if piece is not None]
+    if len(kept) < len(pieces):
+        return None
+    most = max(map(len, kept))
+    return torch.stack([piece[turn] for turn in range(most) for piece in kept if turn < len(piece)])
