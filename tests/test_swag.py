@@ -45,9 +45,9 @@ def walked(count, rank=20):
 def drawn_covariance(model):
     """Return the covariance of a draw of all weights: theta - mu is linear in eps1 and eps2."""
     posteriors = [p for _, p in named_posteriors(model)]
-    own = torch.cat([p._alone().flatten() for p in posteriors])
+    own = torch.cat([p._diagonal_std().flatten() for p in posteriors])
     units = torch.eye(len(posteriors[0].iterates), dtype=torch.float64)
-    shared = torch.stack([torch.cat([p._together(eps).flatten() for p in posteriors]) for eps in units])
+    shared = torch.stack([torch.cat([p._low_rank(eps).flatten() for p in posteriors]) for eps in units])
     return torch.diag(own.square()) + shared.T @ shared
 
 

@@ -54,16 +54,16 @@ class Stages:
         """Raise a ValueError where there cannot be cycles of these lengths."""
 
     def before(self, place: Place | None) -> None:
-        """Prepare a step; None is one before the first cycle or after the last."""
+        """Called before every step; the place is None before the first cycle and after the last."""
 
     def after(self, place: Place) -> None:
-        """Do what follows a step."""
+        """Called after every step of a cycle."""
 
     def end(self, number: int, *, last: bool) -> None:
-        """Do what follows a cycle."""
+        """Called at the end of every cycle."""
 
     def mixture(self) -> Mixture:
-        """Return what the cycles have found where it is not in the model itself."""
+        """Return the mixture of the members, of a method that keeps them outside of the model."""
         raise ValueError("the cycles of this method collect into the model itself: predict(model, ...)")
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Cycles(LRScheduler):
         return [p for scope in scopes_of(self.model) for p in scope.posteriors if id(p.original) in own]
 
     def collect(self, kind: type[Posterior]) -> None:
-        """Have the posteriors of one kind collect their present state."""
+        """Collect the present state of the posteriors of one kind."""
         for posterior in self.posteriors():
             if isinstance(posterior, kind):
                 with on_shard(posterior) as own:
@@ -208,7 +208,7 @@ class Cycles(LRScheduler):
         return Place(number, done - begin, self.ends[number] - begin)
 
     def step(self, epoch: int | None = None) -> None:
-        """Collect what the last optimizer step calls for, and choose the learning rates of the next one."""
+        """Collect after an optimizer step, and set the learning rates of the next one."""
         if epoch is not None:
             raise ValueError("Cycles counts the steps by itself; call step() without an epoch")
         if self.last_epoch >= 0:
@@ -217,7 +217,7 @@ class Cycles(LRScheduler):
         self.stages.before(self.place(self.last_epoch))
 
     def _follow(self, done: int) -> None:
-        """Do what follows an optimizer step."""
+        """Collect after an optimizer step, by how many came before it."""
         if done < self.start and self.before is not None:
             self.before.step()
         place = self.place(done)

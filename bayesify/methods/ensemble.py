@@ -99,7 +99,7 @@ class Ensemble(Vanilla):
 
     def split(self, root: nn.Module, scope: Any) -> list[nn.Module]:
         """Return a model of method "vanilla" for every member; frozen weights are in memory once."""
-        return [_alone(root, scope, number) for number in range(self.default_samples(scope.posteriors))]
+        return [_member_model(root, scope, number) for number in range(self.default_samples(scope.posteriors))]
 
 
 class EnsemblePosterior(VanillaPosterior):
@@ -209,8 +209,8 @@ class EnsemblePosterior(VanillaPosterior):
         return self
 
 
-def _alone(root: nn.Module, scope: Any, number: int) -> nn.Module:
-    """Return a copy of a model that is one member."""
+def _member_model(root: nn.Module, scope: Any, number: int) -> nn.Module:
+    """Return a copy of the model with the weights and statistics of one member, of method "vanilla"."""
     names = {p.name: p for p in scope.posteriors}
     memo: dict[int, Any] = {id(t): None for p in names.values() for t in (p.members, p.statistics) if t is not None}
     memo |= {id(p): nn.Parameter(p.data, requires_grad=False) for p in root.parameters() if not p.requires_grad}

@@ -208,9 +208,8 @@ class IVONOptimizer(MethodOptimizer):
     p = c/(sigma^2 (D0 + D)) is the pull of `penalty` where `prior_sig` is None, else 0.
 
     The factor h0 + delta, with the curvature h0 that a tensor starts with, lets lr mean what it means for SGD. This
-    needs thousands of steps: h^ is mostly noise, which only a small 1-b2 averages out. With b2 = None, for runs of any
-    length, the curvature's profile comes from squared gradients, its scale r from the sum over all weights
-    (as in `bayesify.methods.vi`), and m moves as by SGD:
+    takes thousands of steps, since h^ is mostly noise. With b2 = None, for runs of any length, squared gradients give
+    the curvature's profile and sums over all weights its scale r (as in `bayesify.methods.vi`), and m moves as by SGD:
 
     h <- h + 0.05 (r g^^2 - h),  r = (running mean of sum g^ eps s) / (running mean of sum (g^ s)^2);
     m <- m - lr (g/(1-b1^t) + (delta + p) (m - theta0)).
@@ -240,7 +239,7 @@ class IVONOptimizer(MethodOptimizer):
         torch.Size([8, 1])
     """
 
-    called, method, kind, run_key = "IVON", "ivon", IVONPosterior, "run"
+    method, kind, run_key = "ivon", IVONPosterior, "run"
 
     def __init__(
         self,

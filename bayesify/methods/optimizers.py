@@ -26,7 +26,6 @@ class MethodOptimizer(torch.optim.Optimizer):
     for parameters.
     """
 
-    called: ClassVar[str]  # its public name
     method: ClassVar[str]
     kind: ClassVar[type[Posterior]]  # the method's posteriors
     run_key: ClassVar[str]  # where the run lies in the first group, which is also what an error calls it
@@ -35,13 +34,14 @@ class MethodOptimizer(torch.optim.Optimizer):
         check_num_data(num_data)
         if like not in LIKE:
             raise ValueError(f"like must be one of {list(LIKE)}, got {like!r}")
-        self.num_data, self.like, self._scopes = float(num_data), like, scopes_of(model)
+        self.name, self.num_data, self.like = self.method.upper(), float(num_data), like
+        self._scopes = scopes_of(model)
         numbers = {id(scope): (scope, number) for number, scope in enumerate(self._scopes)}
         self._owners: list[Owner] = [(p, *numbers[id(p.reader)]) for _, p in named_posteriors(model)]
         for posterior, scope, _ in self._owners:
             if not isinstance(posterior, self.kind):
                 raise ValueError(
-                    f"{self.called} trains models of method {self.method!r}, this one is {scope.method.name!r}; "
+                    f"{self.name} trains models of method {self.method!r}, this one is {scope.method.name!r}; "
                     f"bayesify(model, {self.method!r}), or train it with an optimizer of torch.optim"
                 )
         groups = lr if isinstance(lr, (list, tuple)) else [{"params": list(model.parameters()), "lr": lr}]
@@ -70,8 +70,7 @@ class MethodOptimizer(torch.optim.Optimizer):
         """Take over a run: its seed, its step and its momentum."""
         if self.run_key not in state_dict["param_groups"][0]:
             raise ValueError(
-                f"this is not the state of an {self.called} {self.run_key}; give what {self.called}.state_dict() "
-                "returned"
+                f"this is not the state of an {self.name} {self.run_key}; give what {self.name}.state_dict() returned"
             )
         super().load_state_dict(state_dict)
 
@@ -94,7 +93,7 @@ class MethodOptimizer(torch.optim.Optimizer):
             scope.sharded = follow(scope.posteriors)
             if scope.root is not None and not scope.root.training:
                 raise RuntimeError(
-                    f"{self.called} makes a step while the model is in eval mode, in which gradients are not those of "
+                    f"{self.name} makes a step while the model is in eval mode, in which gradients are not those of "
                     "its own state; call model.train() before the forward pass (BatchNorm alone may stay in eval mode)"
                 )
         self.advance()

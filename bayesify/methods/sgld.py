@@ -1,8 +1,7 @@
-"""SGLD and SGHMC: gradient steps with just the noise that makes a chain's states posterior samples.
+"""SGLD and SGHMC: gradient steps with the noise that makes a chain's states posterior samples.
 
-The optimizer `bayesify.SGLD` moves the chain. Its noise is a pure function of (seed, step, parameter), so that a chain
-that is saved and resumed goes on as if it had never stopped. The posterior is the Gaussian of the chain's running
-moments; with `bayesify.Cycles` the chain leaves its basin again and again, and each basin is a member of a mixture.
+The posterior is the Gaussian of the chain's running moments. The noise is a pure function of (seed, step, parameter),
+so that a resumed chain continues exactly. With `Cycles` a chain visits several basins, the members of a mixture.
 """
 
 import math
@@ -28,10 +27,9 @@ from bayesify.engine.dispatch import Job, run_all
 from bayesify.methods.cycles import Cycles, Place, Stages
 from bayesify.methods.optimizers import MethodOptimizer, Owner, except_row
 
-FEW = 5  # states, below which a spread is none
+FEW = 5  # minimum number of states for a usable spread
 FADE = 3.0  # half of the weight is on the last sixth of the states
-OWN_WAY = {"noise": 1.0, "collects": True}
-"""In every group: a factor on the noise, and whether the method's own count collects; `Cycles` may change both."""
+SAMPLING = {"noise": 1.0, "collects": True}  # in every group: a factor on the noise, and whether `thin` collects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +207,7 @@ class SGLDOptimizer(MethodOptimizer):
         torch.Size([8, 1])
     """
 
-    called, method, kind, run_key = "SGLD", "sgld", SGLDPosterior, "chain"
+    method, kind, run_key = "sgld", SGLDPosterior, "chain"
 
     def __init__(
         self,
@@ -220,7 +218,7 @@ class SGLDOptimizer(MethodOptimizer):
         momentum: float = 0.0,
         like: str = "sgd",
     ) -> None:
-        super().__init__(model, lr, num_data, {"momentum": momentum, **OWN_WAY}, like)
+        super().__init__(model, lr, num_data, {"momentum": momentum, **SAMPLING}, like)
         self.run = {"seed": shared_seed(), "step": 0}
         for posterior, _, _ in self._owners:
             if posterior.original.dtype in LOW_PRECISION:

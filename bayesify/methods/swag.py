@@ -42,12 +42,10 @@ class Iterates(Stages):
 class SWAG(Tempered):
     """Options of "swag".
 
-    Any optimizer trains the model, and `bayesify.Cycles` collects the iterates and chooses the learning rates:
-    the spread is that of the optimizer's own path, so the rate is a part of the method. By default three quarters of
-    the steps are yours; from there on the rate is the largest one again, and ten iterates are collected at equal
-    distances. Without `Cycles`, call `collect(model)` now and then. In mean mode the model is the mean of the iterates.
-    The statistics of BatchNorm layers are the last iterate's; `predict(..., update_bn=train_loader)` computes those of
-    every sample.
+    Any optimizer trains the model. `bayesify.Cycles` collects ten iterates in the last quarter of the steps, at the
+    largest learning rate, which decides how wide the posterior is; without it, call `collect(model)` now and then. Mean
+    mode reads the mean of the iterates. The statistics of BatchNorm layers are the last iterate's;
+    `predict(..., update_bn=train_loader)` computes those of every sample.
 
     Attributes:
         rank: K, how many of the last iterates are kept, each of the parameters' size; at least 2.
@@ -129,12 +127,12 @@ class SWAGPosterior(CollectedPosterior):
         else:
             self.iterates[(self.collected - 1) % self.most] = theta[0]
 
-    def _alone(self) -> Tensor:
+    def _diagonal_std(self) -> Tensor:
         """Return sqrt(diag/2)."""
         assert self.scatter is not None
         return (self.scatter / (2 * (self.collected - 1))).sqrt_()
 
-    def _together(self, eps: Tensor) -> Tensor:
+    def _low_rank(self, eps: Tensor) -> Tensor:
         """Return D eps/sqrt(2 (K-1)), for K numbers, without D, which is K times the parameter's size."""
         assert self.average is not None
         assert self.iterates is not None
@@ -147,7 +145,7 @@ class SWAGPosterior(CollectedPosterior):
         """sqrt((diag + sum of D^2 over its columns/(K-1))/2); 0 before the second iterate."""
         if not self.ready or self.iterates is None:
             return super().own_std
-        total = self._alone().square_()
+        total = self._diagonal_std().square_()
         for iterate in self.iterates:
             away = iterate - self.average
             total.addcmul_(away, away, value=0.5 / (len(self.iterates) - 1))
@@ -160,7 +158,7 @@ class SWAGPosterior(CollectedPosterior):
             return torch.zeros(self.shape, dtype=stream.dtype, device=stream.device)
         columns, dtype = torch.Size([len(self.iterates)]), self.iterates.dtype
         eps2 = stream._replace(key=SHARED, shape=columns, dtype=dtype, start=0).normal()
-        noise = self._together(eps2).addcmul_(self._alone(), stream.normal())
+        noise = self._low_rank(eps2).addcmul_(self._diagonal_std(), stream.normal())
         if self.fixed_row is not None:
             noise[self.fixed_row] = 0
         return noise

@@ -88,21 +88,16 @@ def _warn_if_rounded_away(param: Tensor, init_sig: float) -> None:
 class VIPosterior(Posterior):
     """theta = m + eps * s with s = g(rho) and eps ~ N(0, 1).
 
-    With `natural`, rho takes natural steps. In log s the natural gradient of loss + kappa KL is
+    With `natural`, rho takes natural steps in log s, where the gradient of loss + kappa KL is
 
-        h s^2/kappa + s^2/sigma^2 - 1,
+        h s^2/kappa + s^2/sigma^2 - 1,   h s^2 ~ r (g s)^2,   r = mean of sum g eps s / mean of sum (g eps s)^2.
 
-    where h is the curvature of the mean loss: a step of SGD changes s by a factor, on a time scale that depends on
-    neither the data nor the model. h s^2 is the mean of g eps s, but for W weights and T steps of B items the signal is
-    only sqrt(h s^2 B T) of the noise, and h s^2 is 1/W or less. Squared gradients have no such noise, and no known
-    scale. So the profile of h comes from the squares, and its scale r from sums over all weights:
-
-        h s^2 ~ r (g s)^2,   r = (running mean of sum g eps s) / (running mean of sum (g eps s)^2).
-
-    Both parts are added to rho's gradient in backward passes, s^2/sigma^2 - 1 with the penalty's and h s^2/kappa with
-    the sample's, so that accumulation and a GradScaler do to them what they do to gradients. `step_size` makes them so
-    small that clipping the norm of all gradients leaves the mean's as they are; `param_groups` divides the learning
-    rate by it. The tensor `observed` has the two running means of this posterior.
+    The curvature h of the mean loss is the mean of g eps/s, whose noise hides it in a short training. Squared gradients
+    have little noise and no known scale, so they give the profile of h, and r, from sums over all weights, its scale.
+    Both parts are in rho's gradient, s^2/sigma^2 - 1 with the penalty's and h s^2/kappa with the sample's, so that
+    accumulation and a GradScaler treat them as gradients. `step_size` makes them so small that clipping the norm of all
+    gradients leaves the mean's as they are; `param_groups` divides the learning rate by it. The tensor `observed` has
+    the running means of the two sums over this posterior.
     """
 
     gaussian = True
