@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from bayesify.core import fileformat, ranks
 from bayesify.core.distributed import copy_whole, is_sharded, whole
 from bayesify.core.fileformat import FORMAT, CheckpointError, damaged
-from bayesify.core.gaussian_noise import GaussianNoise
 from bayesify.core.method import REGISTRY, Method, resolve
 from bayesify.core.mixture import Mixture, mixture_in, shared_copy
 from bayesify.core.modes import keep_buffers, kept_buffers
+from bayesify.core.penalty import GaussianNoise
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior
 from bayesify.core.reading import Scope

@@ -64,29 +64,17 @@ def shards_itself(module: nn.Module) -> bool:
 
 
 class Layout(NamedTuple):
-    """How a parameter is cut: which rows this process holds.
+    """How a parameter is cut: which rows this process holds."""
 
-    Attributes:
-        mesh: The processes.
-        axis: The dimension of the mesh along which rows are dealt out; along others they are repeated.
-        shape: The whole parameter's.
-        first: The first row of this process.
-        rows: How many it has.
-    """
-
-    mesh: Any
-    axis: int
-    shape: torch.Size
-    first: int
-    rows: int
+    mesh: Any  # the processes
+    axis: int  # the dimension of the mesh along which rows are dealt out; along others they are repeated
+    shape: torch.Size  # the whole parameter's
+    first: int  # the first row of this process
+    rows: int  # how many it has
 
     @classmethod
     def of(cls, tensor: Any, name: str) -> "Layout":
-        """Return the layout of a sharded parameter.
-
-        Raises:
-            ValueError: It is not cut into runs of rows.
-        """
+        """Return the layout of a sharded parameter, or raise a ValueError if it is not cut into runs of rows."""
         cuts = [(axis, p.dim) for axis, p in enumerate(tensor.placements) if p.is_shard()]
         if len(cuts) != 1 or cuts[0][1] != 0 or any(p.is_partial() for p in tensor.placements):
             raise ValueError(
@@ -147,11 +135,8 @@ class Layout(NamedTuple):
 def over_processes(values: Iterable[tuple[Posterior, Tensor]]) -> Tensor:
     """Return the sum over posteriors and processes of what this process has found on its part of each posterior.
 
-    What is whole counts once; what is sharded is added up over the processes that share its rows. A model may be
-    sharded in part, and over several meshes.
-
-    Args:
-        values: Posteriors, in the same order on all processes, with tensors of one shape.
+    A whole posterior counts once; values of a sharded one are added up over the processes that share its rows. All
+    processes give the posteriors in the same order, and tensors of one shape.
     """
     sums: dict[Layout | None, Tensor] = {}
     for posterior, value in values:
@@ -164,9 +149,7 @@ def over_processes(values: Iterable[tuple[Posterior, Tensor]]) -> Tensor:
 def follow(posteriors: Iterable[Posterior], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
     """Cut the state of posteriors like their parameters, where these are sharded; return whether any is.
 
-    Args:
-        posteriors: Of which the parameters are looked at.
-        known: What is known of parameters that are whole now: their shards, by the id of their module and their name.
+    `known` has the shards of parameters that are whole now, by the id of their module and their name.
     """
     found = False
     for posterior in posteriors:
@@ -187,22 +170,18 @@ def follow_at_work(root: nn.Module, posteriors: list[Posterior]) -> bool:
     """Do `follow` in a forward, where FSDP2 has made some parameters whole already; return whether any is sharded."""
     if not in_a_group():
         return False
-    at_work: list[Any] = [module for module in root.modules() if shards_itself(module)]
-    known: dict[tuple[int, str], Tensor] = {}
-    for module in at_work:
-        # What FSDP2 keeps is not public: without it the state is cut after the first step.
-        for group in _groups(module):
-            for held in group.fsdp_params:
-                known[id(held._module_info.module), held._module_info.param_name] = held.sharded_param
-    return bool(at_work) and follow(posteriors, known)
+    # What FSDP2 keeps is not public: without it the state is cut after the first step.
+    held = [held for group in _groups(root) for held in group.fsdp_params]
+    known = {(id(h._module_info.module), h._module_info.param_name): h.sharded_param for h in held}
+    return any(map(shards_itself, root.modules())) and follow(posteriors, known)
 
 
-def _groups(module: Any) -> list[Any]:
-    """Return what FSDP2 gathers and cuts together for a module."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # one at most in older versions, under another name
-    found = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
-    return [group for group in found if group is not None]
+def _groups(model: nn.Module) -> list[Any]:
+    """Return the groups of parameters that FSDP2 gathers and cuts together."""
+    states: list[Any] = [module._get_fsdp_state() for module in model.modules() if shards_itself(module)]  # type: ignore[operator]
+    # Older versions have one at most, under another name.
+    found = [getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] for s in states]
+    return [group for groups in found for group in groups if group is not None]
 
 
 @contextmanager
@@ -211,26 +190,23 @@ def gathered_whole(model: nn.Module) -> Iterator[None]:
 
     So processes may do different numbers of them.
     """
-    at_work: list[Any] = [module for module in model.modules() if shards_itself(module)]
-    groups = [group for module in at_work for group in _groups(module)]
-    before = [{name: getattr(group, name) for name in WHOLE} for group in groups]
-    for group in groups:
+    before = [(group, {name: getattr(group, name) for name in WHOLE}) for group in _groups(model)]
+    for group, _ in before:
         vars(group).update(WHOLE)
     try:
-        for module in at_work:
-            module.unshard()
+        for module in filter(shards_itself, model.modules()):
+            module.unshard()  # type: ignore[operator]
         yield
     finally:
-        for group, kept in zip(groups, before, strict=True):
+        for group, kept in before:
             vars(group).update(kept)
         rest(model)
 
 
 def rest(model: nn.Module) -> None:
     """Let FSDP2 shard what it has left whole after a forward, so that what is written to the parameters stays."""
-    for module in model.modules():
-        if shards_itself(module):
-            module.reshard()  # type: ignore[operator]
+    for module in filter(shards_itself, model.modules()):
+        module.reshard()  # type: ignore[operator]
 
 
 # -- stand-ins ---------------------------------------------------------------------------------------------------------
@@ -252,12 +228,9 @@ def part_of(posterior: P) -> P:
 
 
 def whole_of(posterior: P, original: Tensor, names: Iterable[str]) -> P:
-    """Return a posterior with all rows for a draw inside a forward, in the precision of its state.
+    """Return a sharded posterior with all rows for a draw inside a forward, in the precision of its state.
 
-    Args:
-        posterior: A sharded posterior.
-        original: Its parameter, which FSDP2 has made whole, perhaps in a lower precision.
-        names: Of the kept tensors that are needed whole.
+    FSDP2 has made `original` whole, perhaps in a lower precision. `names` are those of kept tensors that are needed.
     """
     sharded: Any = posterior
     now = {"original": original, **sharded._parameters}

@@ -38,14 +38,9 @@ def damaged(path: Path, reason: object) -> CheckpointError:
 
 
 def write(folder: Path, files: Mapping[str, Content]) -> None:
-    """Replace some files of a folder; a failure before the renames leaves the old ones.
+    """Replace some files of a folder, which is made if it does not exist; a failure before the renames leaves the old.
 
-    Args:
-        folder: Is made if it does not exist.
-        files: Tensors and metadata by file name. Metadata of our own format gets version and checksum.
-
-    Raises:
-        CheckpointError: The folder is a file.
+    Metadata of our own format gets version and checksum.
     """
     if folder.is_file():
         raise CheckpointError(f"dir must be a folder, got the file {folder}; give the name of a folder")
@@ -103,11 +98,7 @@ def _crc(tensor: Tensor) -> int:
 
 
 def read(path: Path) -> Content:
-    """Read a file of our own format, and check that it is what was written.
-
-    Raises:
-        CheckpointError: It is missing, damaged, or of another format or version.
-    """
+    """Read a file of our own format; a CheckpointError if it is missing, damaged, or of another format or version."""
     if not path.is_file():
         raise CheckpointError(f"there is no {path}; give the folder that bayesify.save wrote")
     try:

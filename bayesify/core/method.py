@@ -39,11 +39,7 @@ class Options(type):
 
 
 def stored_names(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under the names that a method stores them by.
-
-    Raises:
-        ValueError: An option is given under both of its names.
-    """
+    """Return options under the names that a method stores them by; a ValueError if one is given under both names."""
     known = {f.name for f in fields(cls)}
     out: dict[str, Any] = {}
     for name, value in options.items():
@@ -70,14 +66,9 @@ class Method(metaclass=Options):
 
     name: ClassVar[str]
     bias_treatments: ClassVar[tuple[str, ...]]
-    optimizer: ClassVar[str] = ""
-    """The optimizer of this library without which the method gets no posterior, if there is one."""
-
-    stages: ClassVar[Any] = None
-    """What the method does in the cycles of a training (`bayesify.methods.cycles.Stages`), if it has a use for them."""
-
-    fitted: ClassVar[tuple[str, ...]] = ()
-    """The options that a fit finds: a state dict holds them, and whoever loads it takes them over."""
+    optimizer: ClassVar[str] = ""  # of this library, without which the method gets no posterior
+    stages: ClassVar[Any] = None  # what the method does in the cycles of a training (`bayesify.methods.cycles.Stages`)
+    fitted: ClassVar[tuple[str, ...]] = ()  # the options that a fit finds, which a state dict holds
 
     bias: str
     nst: int = 5
@@ -104,9 +95,8 @@ class Method(metaclass=Options):
     def settled(self, *, relative: bool, weights: int) -> Self:
         """Return the options with those filled in that depend on the model: `bayesify` asks before it wraps.
 
-        Args:
-            relative: Whether priors are relative to their tensors (`prior_sig=None`).
-            weights: How many weights become Bayesian.
+        `relative` is whether priors are relative to their tensors (`prior_sig=None`), `weights` the number of Bayesian
+        weights.
         """
         return self
 
@@ -152,11 +142,7 @@ class Method(metaclass=Options):
             posterior.check_ready()
 
     def closed_form(self, scope: Any) -> Any:
-        """Return a way to predict without samples, or None.
-
-        It has `head`, the module whose outputs are the model's, and `logits(features, mean)`, which turns its inputs
-        and outputs in mean mode into a distribution (`bayesify.prediction.gaussian.GaussianLogits`).
-        """
+        """Return a way to predict without samples (as `bayesify.methods.laplace.closed_form.LastLayer`), or None."""
         return None
 
     def check_optional(self, *options: str, above: float | None = None, least: float | None = None) -> None:
@@ -186,8 +172,7 @@ class Tempered(Method):
             is relative and the method's own factor was not given, else None.
     """
 
-    tempers: ClassVar[str]
-    """The option that tempers, None until it is settled: kld multiplies the penalty, Ninflate the data."""
+    tempers: ClassVar[str]  # the option that tempers: "kld" multiplies the penalty, "Ninflate" the data
 
     pull: float | None = None
     weights: int | None = None
@@ -222,11 +207,7 @@ class Tempered(Method):
 
 
 def resolve(method: "str | Method", bias: str | None, options: Mapping[str, Any]) -> Method:
-    """Turn `bayesify`'s method, bias and options into a validated `Method`.
-
-    Raises:
-        ValueError: The method, an option or its value is unknown; the message names the valid ones.
-    """
+    """Turn `bayesify`'s method, bias and options into a validated `Method`."""
     given = dict(options) if bias is None else {**options, "bias": bias}
     if isinstance(method, Method):
         cls = type(method)

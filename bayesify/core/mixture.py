@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.distributed import is_sharded
 from bayesify.core.modes import block_of
 from bayesify.core.posterior import Posterior
 from bayesify.core.scopes import check_module, root_of
@@ -25,9 +26,6 @@ class Mixture(nn.Module):
 
     In eval mode and under `mean` this is the first member; under `sample` the draw picks one, and `samples` takes them
     in turn. A mixture is not trained itself: its members are.
-
-    Args:
-        members: The models.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
@@ -40,21 +38,11 @@ class Mixture(nn.Module):
         self.share()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the member that is in force."""
-        return self.member(self._chosen())(*args, **kwargs)
-
-    def member(self, number: int) -> nn.Module:
-        """Return a member by its number, modulo how many there are."""
-        return self.members[number % len(self.members)]
-
-    def _chosen(self) -> int:
-        """Return the number of the member that a forward runs now."""
-        scope: Any = next((p.reader for p in posteriors_in(self)), None)
-        node = torch._C._current_autograd_node()
-        block = None if scope is None else block_of(scope)
+        """Run the member that the block around the forward names, or the first."""
+        block = next((block_of(p.reader) for p in posteriors_in(self)), None)
         if block is not None:
-            return block.mode.member
-        if node is not None:
+            return self.member(block.mode.member)(*args, **kwargs)
+        if torch._C._current_autograd_node() is not None:
             raise RuntimeError(
                 "a mixture is run inside a backward pass, and it cannot be told which member is meant; keep the mean "
                 "or sample block open until backward() is done, or checkpoint parts of the members"
@@ -64,7 +52,11 @@ class Mixture(nn.Module):
                 "a mixture is not trained as a whole; train its members, bayesify.components(model), one by one, or "
                 "call model.eval() for predictions"
             )
-        return 0
+        return self.members[0](*args, **kwargs)
+
+    def member(self, number: int) -> nn.Module:
+        """Return a member by its number, modulo how many there are."""
+        return self.members[number % len(self.members)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Mixture":
         """Move or cast the members, and let them share again what they shared before."""
@@ -98,11 +90,7 @@ class Mixture(nn.Module):
 def shared_copy(model: M, *, apart: Collection[int] = ()) -> M:
     """Copy a model whose frozen weights stay in memory once, such as the base of an adapter.
 
-    The copy has parameters of its own, which read the same memory.
-
-    Args:
-        model: The model.
-        apart: The ids of frozen parameters that are copied nevertheless.
+    The copy has parameters of its own, which read the same memory. `apart` are ids of parameters to copy all the same.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad and type(p) is nn.Parameter and id(p) not in apart]
     return copy.deepcopy(model, {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen})
@@ -114,11 +102,7 @@ def posteriors_in(model: nn.Module) -> Iterator[Posterior]:
 
 
 def mixture_in(model: nn.Module) -> Mixture | None:
-    """Return the mixture inside a module, or None where there is none.
-
-    Raises:
-        ValueError: There are several.
-    """
+    """Return the mixture inside a module, or None; a ValueError if there are several."""
     found = [m for m in model.modules() if isinstance(m, Mixture)]
     if len(found) > 1:
         raise ValueError(f"the model holds {len(found)} mixtures; pass one of them")
@@ -131,12 +115,7 @@ def member_count(model: nn.Module) -> int:
 
 
 def member_scopes(model: nn.Module, scopes: Sequence[Any]) -> list[list[Any]]:
-    """Return the scopes that a forward of each member reads, those outside of mixtures among them.
-
-    Args:
-        model: A model, or a module that contains a mixture.
-        scopes: All of its scopes.
-    """
+    """Return the scopes that a forward of each member reads, of all scopes of a model."""
     mixtures = [m for m in model.modules() if isinstance(m, Mixture)]
     out = []
     for number in range(member_count(model)):
@@ -168,10 +147,9 @@ def _sharable(member: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Tell whether two tensors could be one."""
-    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
-        return False
-    if first.device.type == "meta" or any(hasattr(t, "device_mesh") for t in (first, second)):
+    """Return whether two tensors could be one."""
+    alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
+    if not alike or first.device.type == "meta" or is_sharded(first) or is_sharded(second):
         return False
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
@@ -217,14 +195,12 @@ def mix(models: Iterable[nn.Module]) -> Mixture:
             raise ValueError(f"models[{i}] is an ensemble itself; mix its members: [*components(models[{i}]), ...]")
         if not any(isinstance(m, Posterior) for m in member.modules()):
             raise ValueError(f"models[{i}] has no posterior; a point is one too: bayesify(model, 'vanilla')")
-        twin = next((k for k, other in enumerate(members[:i]) if other is member), None)
-        if twin is not None:
+        if (twin := next(k for k, other in enumerate(members) if other is member)) != i:
             raise ValueError(f"models[{i}] is models[{twin}]; a member counts once, pass copies to count it twice")
     expected = _shapes(members[0])
-    for i, member in enumerate(members):
-        found = _shapes(member)
-        if found != expected:
-            name = next(n for n in (*expected, *found) if found.get(n) != expected.get(n))
+    for i, found in enumerate(map(_shapes, members)):
+        if differ := [n for n in (*expected, *found) if found.get(n) != expected.get(n)]:
+            name = differ[0]
             raise ValueError(
                 f"models[{i}] is of another architecture than models[0]: {name!r} has shape {found.get(name)}, not "
                 f"{expected.get(name)}; mix models that were built alike"
@@ -251,8 +227,7 @@ def components(model: nn.Module) -> list[nn.Module]:
         (True, True)
     """
     check_module(model)
-    mixture = mixture_in(model)
-    if mixture is not None:
+    if (mixture := mixture_in(model)) is not None:
         return list(mixture.members)
     if any(p.particles for p in posteriors_in(model)):
         root, scope = root_of(model)

@@ -85,7 +85,7 @@ class CollectedPosterior(MomentsPosterior):
     Tensors: `count`, how many there were; `average`, their mean; `scatter`, the sum of their squared deviations.
     """
 
-    kept = Posterior.kept | {"count": Kept("count"), "average": Kept(), "scatter": Kept(least=0)}
+    kept = Posterior.kept | {"count": Kept("count"), "average": Kept(), "scatter": Kept(positive=True)}
 
     count: Tensor | None
     average: Tensor | None

@@ -1,4 +1,4 @@
-"""The penalty: what a method adds to the loss, and what a prior of unknown scale adds where no scale was chosen.
+"""What is added to a loss: the penalty of the posteriors, and the learned noise of a regression.
 
 A Gaussian prior is right for one number of data and one size of steps, and nobody knows its scale beforehand. Where
 `prior_sig` is None, the penalty also has the logarithm of a prior whose common scale is unknown,
@@ -10,8 +10,8 @@ must gain c nats. c is the option `pull`, D0 is `bayesify.core.prior.nearest`. T
 """
 
 import math
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from bayesify.core.distributed import over_processes, part, part_of
 from bayesify.core.draws import known_by
 from bayesify.core.posterior import Posterior, Step, check_versions, holding
-from bayesify.core.prior import Part, host, nearest, quadratic_energy, step_size, summed, wide
+from bayesify.core.prior import Energy, Part, host, nearest, scaled, squares, state_dtype, step_size, sums, wide
 from bayesify.core.reading import Scope
-from bayesify.core.scopes import check_num_data, scopes_of
-from bayesify.engine.dispatch import Job, functional, run_all, transformed
+from bayesify.core.scopes import NOISE, check_num_data, scopes_of
+from bayesify.engine.dispatch import functional
 
 
 def penalty(model: nn.Module, num_data: float) -> Tensor:
@@ -56,30 +56,18 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
             scope.warn_in_eval()
         found = [p for p in scope.posteriors if p in inside and not p.flat]
         if found:
-            total = total + _of_scope(Terms.of(scope, found, num_data)).to(total)
+            terms = Terms(found, scope.method.scale(num_data), *pull_of(scope, found))
+            total = total + _of_scope(terms).to(total)
     return total.to(torch.promote_types(first.dtype, torch.float32))
 
 
 class Terms(NamedTuple):
-    """The penalty of one model.
+    """The penalty of one model."""
 
-    Attributes:
-        posteriors: Those that have a prior.
-        scale: kappa, the factor of their energies.
-        strength: c.
-        floor: D0.
-    """
-
-    posteriors: list[Posterior]
-    scale: float
-    strength: float
-    floor: float
-
-    @classmethod
-    def of(cls, scope: Scope, posteriors: list[Posterior], num_data: float) -> "Terms":
-        """Return the penalty of some posteriors of a model."""
-        strength, floor = pull_of(scope, posteriors)
-        return cls(posteriors, scope.method.scale(num_data), strength, floor)
+    posteriors: list[Posterior]  # those that have a prior
+    scale: float  # kappa, the factor of their energies
+    strength: float  # c
+    floor: float  # D0
 
 
 def pull_of(scope: Scope, posteriors: Iterable[Posterior]) -> tuple[float, float]:
@@ -88,23 +76,16 @@ def pull_of(scope: Scope, posteriors: Iterable[Posterior]) -> tuple[float, float
     return scope.method.pull_strength if weights else 0.0, nearest(weights)
 
 
-def distance(posterior: Posterior, mean: Tensor) -> Tensor:
-    """Return sum ((m - theta0)/sigma)^2 of one posterior."""
-    return quadratic_energy(mean, posterior, 1 / posterior.prior_sig**2, 2.0)
-
-
 def _of_scope(terms: Terms) -> Tensor:
     """Return the penalty of one model, with a gradient in closed form where that can be."""
-    if functional() or (torch.compiler.is_compiling() and any(p.layout is not None for p in terms.posteriors)):
-        return _combined(_total(terms, [p.original for p in terms.posteriors]), terms)
-    tensors = [t for p in terms.posteriors for t in _tensors(p)]
-    result: Tensor
-    if torch.compiler.is_compiling():
-        numbers = [p._number for p in terms.posteriors]
-        result = _penalty(numbers, terms.scale, terms.strength, terms.floor, tensors)
-    else:
-        result = Penalty.apply(terms, *tensors)
-    return result
+    compiling, posteriors = torch.compiler.is_compiling(), terms.posteriors
+    if functional() or (compiling and any(p.layout is not None for p in posteriors)):
+        return _combined(_numbers(terms, [p.original for p in posteriors]), terms)
+    tensors = [t for p in posteriors for t in _tensors(p)]
+    found: Tensor = (
+        _penalty([p._number for p in posteriors], *terms[1:], tensors) if compiling else Penalty.apply(terms, *tensors)
+    )
+    return found
 
 
 def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
@@ -115,75 +96,60 @@ def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
     return tuple(posterior._shards[n] for n in ("original", *(names[id(p)] for p in posterior.learnable())))
 
 
-def _held_numbers(terms: Terms, every: list[tuple[Tensor, ...]]) -> Tensor:
-    """Return the numbers of `_of_posteriors`, computed from the tensors that a node was made of."""
+@contextmanager
+def _holding(terms: Terms, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Give the posteriors the tensors that a node was made of; yield the means among them."""
+    rest, means = iter(tensors), []
     with ExitStack() as stack:
-        for posterior, (_, *learned) in zip(terms.posteriors, every, strict=True):
-            if posterior.layout is None and learned:
-                stack.enter_context(holding(posterior, tuple(learned)))
-        return _total(terms, [mean for mean, *_ in every])
+        for posterior in terms.posteriors:
+            means.append(next(rest))
+            learned = tuple(next(rest) for _ in posterior.learnable())
+            if posterior.layout is None:
+                stack.enter_context(holding(posterior, learned))
+        yield means
 
 
-def _total(terms: Terms, means: list[Tensor]) -> Tensor:
-    """Add up the numbers of all posteriors on all devices and processes."""
+def _numbers(terms: Terms, means: Sequence[Tensor]) -> Tensor:
+    """Return energy and distance of all posteriors on all processes, and the running sums of natural steps."""
     groups: dict[Any, list[tuple[Posterior, Tensor]]] = {}
     for posterior, mean in zip(terms.posteriors, means, strict=True):
         group = None if posterior.layout is None else posterior.layout.group
         groups.setdefault((group, mean.device), []).append((posterior, mean))
-    return over_processes((members[0][0], _of_posteriors(terms, members)) for members in groups.values())
+    return over_processes((members[0][0], _on_device(terms, members)) for members in groups.values())
 
 
-def _of_posteriors(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
-    """Return energy and distance of posteriors on one device, and the running sums of natural steps."""
+def _on_device(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
+    """Return the `_numbers` of posteriors on one device, of what this process has of them."""
     first = part(members[0][1])
-    total, constant, jobs = first.new_zeros(4, dtype=wide(first)), 0.0, []
+    jobs: dict[int, list[tuple[Part, float]]] = {}  # by the number of sums: parts, and the first sum's weight in D
+    constant, apart = 0.0, []
     for posterior, mean in members:
         own, mean = part_of(posterior), mean if posterior.layout is None else part(mean)
-        far = bool(terms.strength) and own.relative
         energy = own.terms(mean, terms.scale)
-        if energy is None or (far and energy.unit == math.inf):
-            numbers = [own.energy(mean, terms.scale).to(total)]
-            numbers.append(distance(own, mean).to(total) if far else torch.zeros_like(numbers[0]))
-            total = total + torch.nn.functional.pad(torch.stack(numbers), (0, 2))
-            continue
+        if energy is None:
+            apart.append(own.energy(mean, terms.scale))
+            energy = Energy((), unit=math.inf)
+        far = bool(terms.strength) and own.relative
+        parts, unit = energy.parts, (energy.unit / own.prior_sig) ** 2 if far else 0.0
+        if unit == math.inf:  # there is no sum from which D follows
+            inverse, unit = 1 / own.prior_sig, 1.0
+            parts = (Part(squares, (*scaled((mean, own.center), inverse), inverse), (0.0,)), *parts)
+        for i, one in enumerate(parts):
+            jobs.setdefault(len(one.weights), []).append((one, 0.0 if i else unit))
         constant += energy.constant
-        units = [(energy.unit / own.prior_sig) ** 2 * far, *(0.0 for _ in energy.parts[1:])]
-        jobs += list(zip(energy.parts, units, strict=True))
-    for parts in _of_one_length(jobs):
-        values = torch.tensor([[float(w) for w in (*p.weights, unit)] for p, unit in parts], dtype=total.dtype)
-        weights = total.new_empty(values.shape).copy_(values, non_blocking=True)
-        rows = torch.stack([summed(p) for p, _ in parts]) if _differentiable(parts) else _rows(parts).to(total)
-        now = [(rows * weights[:, :-1]).sum(), (rows[:, 0] * weights[:, -1]).sum()]
-        total = total + torch.nn.functional.pad(torch.stack(now), (0, 2))
-    if observed := [_share(p, p.observed) for p, _ in members if p.observed is not None]:
-        total = total + torch.nn.functional.pad(torch.stack(observed).sum(0).to(total), (2, 0))
-    return total + torch.nn.functional.pad(total.new_full((1,), constant), (0, 3)) if constant else total
-
-
-def _share(posterior: Posterior, observed: Tensor) -> Tensor:
-    """Return this process's share of what it has observed on all rows of a posterior, sharded or not."""
-    return observed if posterior.layout is None else observed / posterior.layout.size
-
-
-def _of_one_length(jobs: list[tuple[Part, float]]) -> Iterable[list[tuple[Part, float]]]:
-    """Sort parts by how many sums they have."""
-    found: dict[int, list[tuple[Part, float]]] = {}
-    for job in jobs:
-        found.setdefault(len(job[0].weights), []).append(job)
-    return found.values()
-
-
-def _differentiable(parts: list[tuple[Part, float]]) -> bool:
-    """Return whether a gradient of the sums is wanted."""
-    inputs = [x for p, _ in parts for x in p.inputs if isinstance(x, Tensor)]
-    return transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-
-
-def _rows(parts: list[tuple[Part, float]]) -> Tensor:
-    """Return the sums of parts without their weights."""
-    rows = run_all([Job(p.formula, None, p.inputs) for p, _ in parts])
-    assert rows is not None
-    return rows
+    total = torch.nn.functional.pad(first.new_full((1,), constant, dtype=wide(first)), (0, 1))
+    for found in jobs.values():
+        values = [[p.weights for p, _ in found], [(unit, *(0.0 for _ in p.weights[1:])) for p, unit in found]]
+        weights = torch.tensor(values, dtype=total.dtype)
+        weights = total.new_empty(weights.shape).copy_(weights, non_blocking=True)
+        total = total + (sums([p for p, _ in found]).to(total) * weights).flatten(1).sum(1)
+    if apart:
+        total = total + torch.nn.functional.pad(torch.stack([e.to(total) for e in apart]).sum(0, keepdim=True), (0, 1))
+    # Each process has observed all rows of a sharded posterior: its share counts.
+    observed = [
+        p.observed if p.layout is None else p.observed / p.layout.size for p, _ in members if p.observed is not None
+    ]
+    return torch.cat([total, torch.stack(observed).sum(0).to(total) if observed else total.new_zeros(2)])
 
 
 def _combined(numbers: Tensor, terms: Terms) -> Tensor:
@@ -201,61 +167,48 @@ class Penalty(torch.autograd.Function):
         """Return the value."""
         ctx.terms, ctx.tensors = terms, tensors
         ctx.versions = [t._version for t in tensors]
-        ctx.numbers = _held_numbers(terms, _split(terms, tensors))
+        with _holding(terms, tensors) as means:
+            ctx.numbers = _numbers(terms, means)
         return _combined(ctx.numbers, terms)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to the tensors as they were."""
-        terms, every = ctx.terms, _split(ctx.terms, ctx.tensors)
-        start = 0
-        for posterior, tensors in zip(terms.posteriors, every, strict=True):
-            check_versions(posterior, tensors, ctx.versions[start : start + len(tensors)], "penalty and its")
-            start += len(tensors)
-        with torch.no_grad():
-            found = gradients(terms, every, grad, ctx.numbers)
-        if torch.is_grad_enabled():
-            wanted = [t for t in ctx.tensors if t.requires_grad]
-            value = _combined(_held_numbers(terms, every), terms)
-            exact = torch.autograd.grad(value, wanted, grad.to(value), create_graph=True, allow_unused=True)
-            by_id = {id(t): g for t, g in zip(wanted, exact, strict=True)}
-            natural = [own for p, own in zip(terms.posteriors, every, strict=True) if p.natural]
-            spread = {id(t) for _, *learned in natural for t in learned}
-            found = [g if id(t) in spread else by_id.get(id(t)) for t, g in zip(ctx.tensors, found, strict=True)]
+        terms, tensors = ctx.terms, ctx.tensors
+        start, spread = 0, set()
+        for posterior in terms.posteriors:
+            end = start + 1 + len(posterior.learnable())
+            check_versions(posterior, tensors[start:end], ctx.versions[start:end], "penalty and its")
+            spread |= {id(t) for t in tensors[start + 1 : end] if posterior.natural}
+            start = end
+        with _holding(terms, tensors) as means:
+            with torch.no_grad():
+                found = _gradients(terms, means, grad, ctx.numbers)
+            if torch.is_grad_enabled():
+                value, wanted = _combined(_numbers(terms, means), terms), [t for t in tensors if t.requires_grad]
+                exact = torch.autograd.grad(value, wanted, grad.to(value), create_graph=True, allow_unused=True)
+                by_id = {id(t): g for t, g in zip(wanted, exact, strict=True)}
+                found = [g if id(t) in spread else by_id.get(id(t)) for t, g in zip(tensors, found, strict=True)]
         return (None, *found)
 
 
-def gradients(terms: Terms, every: list[tuple[Tensor, ...]], grad: Tensor, numbers: Tensor) -> list[Tensor | None]:
+def _gradients(terms: Terms, means: Sequence[Tensor], grad: Tensor, numbers: Tensor) -> list[Tensor | None]:
     """Return grad times the penalty's gradients, in closed form; natural steps take note of it."""
     value = host(grad)
     pull = value * terms.strength / (terms.floor + host(numbers[1])) if terms.strength else 0.0
     natural = [p for p in getattr(terms.posteriors[0].reader, "posteriors", terms.posteriors) if p.natural]
     if natural:
-        size, ratio = step_size(sum(p.shape.numel() for p in natural)), host(_ratio(numbers[2], numbers[3]))
+        size, (cost, power) = step_size(sum(p.shape.numel() for p in natural)), numbers[2:]
+        ratio = host(torch.where(power > 0, cost.clamp(min=0) / power, 0.0))  # 0 before anything was observed
         for posterior in natural:
             posterior.step = Step(terms.scale, value, ratio, size)
     out: list[Tensor | None] = []
-    for posterior, (mean, *learned) in zip(terms.posteriors, every, strict=True):
-        here = [f.to(mean.device) if isinstance(f, Tensor) else f for f in (value * terms.scale, pull)]
-        coef, own_pull = here[0], here[1] if posterior.relative else 0.0
-        if posterior.layout is not None:
-            found = part_of(posterior).energy_pull(part(mean), coef, own_pull)
-            out += [None if g is None else posterior.layout.joined(g) for g in found]
-            continue
-        with holding(posterior, tuple(learned)):
-            out += posterior.energy_pull(mean, coef, own_pull)
+    for posterior, mean in zip(terms.posteriors, means, strict=True):
+        coef, far = (f.to(mean.device) if isinstance(f, Tensor) else f for f in (value * terms.scale, pull))
+        own, layout = part_of(posterior), posterior.layout
+        found = own.energy_pull(mean if layout is None else own.original, coef, far if posterior.relative else 0.0)
+        out += found if layout is None else [None if g is None else layout.joined(g) for g in found]
     return out
-
-
-def _ratio(cost: Tensor, power: Tensor) -> Tensor:
-    """Return r = cost/power, at least 0, and 0 before anything was observed."""
-    return torch.where(power > 0, cost.clamp(min=0) / power, torch.zeros_like(power))
-
-
-def _split(terms: Terms, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return the tensors of each posterior."""
-    rest = iter(tensors)
-    return [tuple(next(rest) for _ in range(1 + len(p.learnable()))) for p in terms.posteriors]
 
 
 # -- in compiled code: one operation, which no compiler looks into -----------------------------------------------------
@@ -269,8 +222,8 @@ def _split(terms: Terms, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]
 def _penalty(posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]) -> Tensor:
     """Return the penalty of one model."""
     terms = Terms([known_by(p) for p in posteriors], scale, strength, floor)
-    with torch.no_grad():
-        return _combined(_held_numbers(terms, _split(terms, tuple(tensors))), terms).to(wide(tensors[0]))
+    with torch.no_grad(), _holding(terms, tensors) as means:
+        return _combined(_numbers(terms, means), terms).to(wide(tensors[0]))
 
 
 @_penalty.register_fake
@@ -283,18 +236,17 @@ def _(posteriors: list[Tensor], scale: float, strength: float, floor: float, ten
     mutates_args=(),
     schema="(Tensor grad, Tensor[] posteriors, float scale, float strength, float floor, Tensor[] tensors) -> Tensor[]",
 )
-def _gradients(
+def _penalty_gradients(
     grad: Tensor, posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the penalty of one model."""
     terms = Terms([known_by(p) for p in posteriors], scale, strength, floor)
-    every = _split(terms, tuple(tensors))
-    with torch.no_grad():
-        found = gradients(terms, every, grad, _held_numbers(terms, every))
+    with torch.no_grad(), _holding(terms, tensors) as means:
+        found = _gradients(terms, means, grad, _numbers(terms, means))
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 
-@_gradients.register_fake
+@_penalty_gradients.register_fake
 def _(
     grad: Tensor, posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
 ) -> list[Tensor]:
@@ -309,7 +261,100 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     posteriors, tensors = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
-    return [None] * ctx.count, None, None, None, _gradients(grad, posteriors, *ctx.numbers, tensors)
+    return [None] * ctx.count, None, None, None, _penalty_gradients(grad, posteriors, *ctx.numbers, tensors)
 
 
 _penalty.register_autograd(_backward, setup_context=_keep)
+
+
+# -- the noise of a regression -----------------------------------------------------------------------------------------
+
+
+class GaussianNoise(nn.Module):
+    """Gaussian noise of one variance per output, whose logarithm is a parameter.
+
+    It begins with the mean squared residual of the first batch that it sees.
+
+    Args:
+        outputs: How many outputs an example has.
+    """
+
+    begun: Tensor
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.log_var = nn.Parameter(torch.zeros(outputs))
+        self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of each output."""
+        return self.log_var.detach().exp()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the Gaussian's NLL: 1/2 ((y - f)^2/v + log(2 pi v)), summed over outputs, its mean over examples.
+
+        Args:
+            outputs: The model's, (N,) or (N, ...).
+            targets: Of the same shape.
+
+        Raises:
+            ValueError: The shapes differ, or are of another number of outputs.
+        """
+        count = self.log_var.numel()
+        if outputs.shape != targets.shape or outputs.numel() != len(outputs) * count:
+            raise ValueError(
+                f"outputs and targets must have one shape with {count} values per example, got {tuple(outputs.shape)} "
+                f"and {tuple(targets.shape)}; nothing is broadcast: use squeeze or view, or noise(model, outputs=)"
+            )
+        squares = (targets - outputs).square().reshape(len(outputs), count)
+        if not bool(self.begun) and torch.is_grad_enabled() and len(squares):
+            with torch.no_grad():
+                self.log_var.copy_(squares.mean(0).clamp_min(torch.finfo(self.log_var.dtype).tiny).log())
+                self.begun.fill_(True)
+        each = squares * torch.exp(-self.log_var) + self.log_var + math.log(2 * math.pi)
+        return each.sum(1).mean() / 2
+
+
+def noise(model: nn.Module, outputs: int = 1) -> GaussianNoise:
+    """Give a regression model noise that is learned in training, and return its loss.
+
+    The noise is a part of the model: `param_groups` has it, `save` and `load` keep it, `predict` and `fit_laplace` use
+    it, and `unbayesify` removes it.
+
+    Args:
+        model: A bayesified model.
+        outputs: How many outputs an example has, each of which gets a variance.
+
+    Returns:
+        A module: call it with outputs and targets for the mean Gaussian NLL. Of a model that has noise already, that.
+
+    Raises:
+        ValueError: The model is not bayesified, or more than one part of it is; outputs is no positive integer.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import bayesify, methods, penalty
+        >>> model = bayesify(torch.nn.Linear(3, 1), "vi")
+        >>> noise = methods.noise(model)
+        >>> x, y = torch.randn(20, 3), torch.randn(20, 1)
+        >>> loss = noise(model(x), y) + penalty(model, num_data=20)
+    """
+    roots = [scope.root for scope in scopes_of(model)]
+    if len(roots) != 1 or roots[0] is None:
+        raise ValueError(f"{len(roots)} parts of the model were bayesified on their own; give noise to one of them")
+    if isinstance(outputs, bool) or not isinstance(outputs, int) or outputs < 1:
+        raise ValueError(f"outputs must be a positive integer, got {outputs!r}")
+    found = roots[0]._modules.get(NOISE)
+    if found is None:
+        first = next(roots[0].parameters())
+        found = GaussianNoise(outputs).to(first.device, state_dtype(first))
+        roots[0].add_module(NOISE, found)
+    if not isinstance(found, GaussianNoise) or found.log_var.numel() != outputs:
+        raise ValueError(f"the model has noise already, not for {outputs} outputs; unbayesify(model) removes it")
+    return found
+
+
+def noise_in(model: nn.Module) -> GaussianNoise | None:
+    """Return the noise that was learned beside a model, or None."""
+    return next((module for module in model.modules() if isinstance(module, GaussianNoise)), None)

@@ -5,13 +5,14 @@ So the prior's scale is each tensor's own size, and the penalty is tempered by t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesify.engine.dispatch import run, total, transformed
+from bayesify.engine.dispatch import Job, run, run_all, transformed
 from bayesify.engine.writing import Formula, several
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -64,19 +65,12 @@ Posterior = Any  # bayesify.core.posterior.Posterior, which imports this file
 
 @dataclass(frozen=True)
 class Prior:
-    """The Gaussian prior N(mean, sig^2) of one parameter.
+    """The Gaussian prior N(mean, sig^2) of one parameter."""
 
-    Attributes:
-        mean: theta0, of the parameter's shape, or 0-dim for a constant (a zero mean costs no memory).
-        sig: The prior's standard deviation.
-        is_bias: Whether the parameter is a bias, which methods may treat in another way.
-        relative: Whether sig was chosen by the parameter's own size.
-    """
-
-    mean: Tensor
+    mean: Tensor  # theta0, of the parameter's shape, or 0-dim for a constant (a zero mean costs no memory)
     sig: float
-    is_bias: bool = False
-    relative: bool = False
+    is_bias: bool = False  # methods may treat biases in another way
+    relative: bool = False  # whether sig was chosen by the parameter's own size
 
     def __post_init__(self) -> None:
         if type(self.sig) not in (int, float) or not 0 < self.sig < math.inf:
@@ -127,32 +121,28 @@ class Part(NamedTuple):
 
 
 class Energy(NamedTuple):
-    """A penalty's sum: parts and a constant. The first sum of the first part is ((m - theta0)/unit)^2.
-
-    Attributes:
-        parts: The sums.
-        constant: What is added.
-        unit: The scale of the first sum.
-    """
+    """A penalty's sum: parts and a constant. The first sum of the first part is ((m - theta0)/unit)^2."""
 
     parts: tuple[Part, ...]
     constant: float = 0.0
     unit: float = 1.0
 
 
-def summed(part: Part) -> Tensor:
-    """Return the sums of a part without their weights, differentiable where gradients are wanted."""
-    inputs = [x for x in part.inputs if isinstance(x, Tensor)]
+def sums(parts: Sequence[Part]) -> Tensor:
+    """Return the sums of parts without their weights, a row for each; differentiable where gradients are wanted."""
+    inputs = [x for part in parts for x in part.inputs if isinstance(x, Tensor)]
     if transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
-        found = several(part.formula(*part.inputs))
-        return torch.stack([x.sum(dtype=wide(x)) for x in found])
-    return total(part.formula, part.inputs).to(wide(inputs[0]))
+        every = [several(part.formula(*part.inputs)) for part in parts]
+        return torch.stack([torch.stack([x.sum(dtype=wide(x)) for x in found]) for found in every])
+    rows = run_all([Job(part.formula, None, part.inputs) for part in parts])
+    assert rows is not None
+    return rows.to(wide(inputs[0]))
 
 
 def evaluated(energy: Energy) -> Tensor:
     """Return an energy as a 0-dim tensor."""
-    terms = [s * w for part in energy.parts for s, w in zip(summed(part), part.weights, strict=True)]
-    found: Tensor = sum(terms[1:], terms[0]) + energy.constant
+    terms = [s * w for part in energy.parts for s, w in zip(sums([part])[0], part.weights, strict=True)]
+    found: Tensor = torch.stack(terms).sum() + energy.constant
     return found
 
 
@@ -184,13 +174,6 @@ def quadratic_terms(mean: Tensor, posterior: Posterior, precision: float, scale:
     factor = math.sqrt(scale) * math.sqrt(precision / 2)
     inputs = (*scaled((mean, posterior.center), factor), factor)
     return Energy((Part(squares, inputs, (1.0,)),), unit=1 / factor if factor else math.inf)
-
-
-def quadratic_energy(mean: Tensor, posterior: Posterior, precision: float, scale: float) -> Tensor:
-    """Return scale * precision/2 |m - theta0|^2, or 0 under a flat prior."""
-    if posterior.flat:
-        return mean.new_zeros((), dtype=wide(mean))
-    return evaluated(quadratic_terms(mean, posterior, precision, scale))
 
 
 def quadratic_pull(mean: Tensor, posterior: Posterior, factor: Factor) -> Tensor | None:

@@ -20,7 +20,7 @@ from bayesify.core.prior import RATE, step_size, wide
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
 
-NOISE = "bayesify_noise"  # the module in a regression model that learns its noise (`bayesify.core.gaussian_noise`)
+NOISE = "bayesify_noise"  # the module in a regression model that learns its noise (`bayesify.core.penalty`)
 
 
 def check_module(model: Any) -> None:

@@ -32,16 +32,13 @@ class StateDictError(ValueError, RuntimeError):
 class Kept(NamedTuple):
     """What a tensor is that a posterior keeps.
 
-    Attributes:
-        form: "same", of the parameter's shape; "stack", (k, *shape) for k up to the posterior's `most`; "count", a
-            positive integer; "free", of a shape of its own.
-        least: The smallest value of an element.
-        precise: Whether it is in float32 at least; else it may be in the parameter's own precision, or a constant.
+    Its form is "same", of the parameter's shape; "stack", (k, *shape) for k up to the posterior's `most`; "count", a
+    positive integer; or "free", of a shape of its own.
     """
 
     form: str = "same"
-    least: float = -math.inf
-    precise: bool = True
+    positive: bool = False  # whether no element is negative
+    precise: bool = True  # whether it is in float32 at least; else in the parameter's own precision, or a constant
 
     def check(self, name: str, tensor: Tensor, shape: torch.Size, most: int) -> None:
         """Raise a ValueError unless a tensor can be this one, of a parameter of some shape."""
@@ -58,19 +55,16 @@ class Kept(NamedTuple):
         # A sum is quick, and finite only if every element is; large elements may still add up to infinity.
         if not (math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())):
             raise ValueError(f"{name} is not finite")
-        if self.least > -math.inf and bool((tensor < self.least).any()):
-            raise ValueError(f"{name} is below {self.least:g}" if self.least else f"{name} is negative")
+        if self.positive and bool((tensor < 0).any()):
+            raise ValueError(f"{name} is negative")
 
 
 class Stored(nn.Module):
     """A module that stores its settings with its tensors; the base of every posterior."""
 
-    settings: ClassVar[tuple[str, ...]] = ("prior_sig", "flat", "fixed_row")
-    """The attributes without which the tensors mean something else; a stored state must agree with them."""
-    results: ClassVar[tuple[str, ...]] = ()
-    """The attributes that a fit may find; a model takes over those that it did."""
-    kept: ClassVar[dict[str, Kept]] = {CENTER: Kept(precise=False)}
-    """The tensors of the state beside parameters and buffers, by attribute; None where there is none yet."""
+    settings: ClassVar[tuple[str, ...]] = ("prior_sig", "flat", "fixed_row")  # a stored state must agree with them
+    results: ClassVar[tuple[str, ...]] = ()  # the attributes that a fit finds; a model takes over those of a state
+    kept: ClassVar[dict[str, Kept]] = {CENTER: Kept(precise=False)}  # beside parameters and buffers; None is none yet
     most: int = 0  # rows of a "stack"
     calibration: float = 1.0  # the factor on the spread that `calibrate` found
     relative: bool = False  # whether prior_sig follows from the weights that the model had: then it is taken over too
@@ -99,14 +93,7 @@ class Stored(nn.Module):
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise unless these tensors can be the state of this posterior; `load` asks before it changes anything.
-
-        Args:
-            state: Tensors by attribute name, as `state()` returned them.
-
-        Raises:
-            ValueError: One is missing, unknown, misshapen, of the wrong type or out of range.
-        """
+        """Raise a ValueError unless `state()` can have returned these; `load` asks before it changes anything."""
         own = self.state()
         if missing := own.keys() - state.keys():
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
@@ -241,12 +228,9 @@ class Stored(nn.Module):
         return {name: getattr(self, name) for name in self.taken_over()}
 
     def check_results(self, results: Mapping[str, Any]) -> None:
-        """Raise unless `found` can have returned these, each of the kind of the attribute's default.
+        """Raise a ValueError unless `found` can have returned these, each of the kind of the attribute's default.
 
         That is a text or a positive number, for which None says that it is not known yet; a calibration may be 0.
-
-        Raises:
-            ValueError: One is unknown, of another kind or out of range.
         """
         if unknown := results.keys() - set(self.taken_over()):
             raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
@@ -272,11 +256,7 @@ class Stored(nn.Module):
         return encoded(dict(zip(PARTS, about, strict=True)))
 
     def set_extra_state(self, state: Any) -> None:
-        """Take over the results of a state dict, if its settings are the posterior's own.
-
-        Raises:
-            StateDictError: They are not.
-        """
+        """Take over the results of a state dict, if its settings are the posterior's own; else a StateDictError."""
         results, options = self.checked_extra_state(state)
         for name, value in results.items():
             setattr(self, name, value)
@@ -320,11 +300,7 @@ def encoded(about: dict[str, Any]) -> Tensor:
 
 
 def decoded(state: Any) -> dict[str, Any]:
-    """Read what `encoded` wrote.
-
-    Raises:
-        StateDictError: It is something else.
-    """
+    """Read what `encoded` wrote; a StateDictError if it is something else."""
     try:
         about = json.loads(bytes(state.cpu().tolist()))
         return {part: dict(about[part]) for part in PARTS}
@@ -335,11 +311,7 @@ def decoded(state: Any) -> dict[str, Any]:
 
 
 def check_state_dict(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse a state dict before torch copies any of it; a hook on the bayesified model.
-
-    Raises:
-        StateDictError: It is a plain model's, or its posteriors have other settings than the model's.
-    """
+    """Refuse the state dict of a plain model, or of other settings, before torch copies any of it; a hook."""
     scope: Any = root._bayesify_scope
     paths = {id(module): path for path, module in root.named_modules()}
     for site in scope.sites:

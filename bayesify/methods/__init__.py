@@ -1,7 +1,7 @@
 """The methods: one file each, with its options, its posterior and its formulas."""
 
-from bayesify.core.gaussian_noise import noise
 from bayesify.core.method import Method
+from bayesify.core.penalty import noise
 from bayesify.methods.ensemble import Ensemble
 from bayesify.methods.ivon import IVON
 from bayesify.methods.laplace.method import Laplace

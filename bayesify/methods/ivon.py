@@ -68,7 +68,7 @@ class IVONPosterior(Posterior):
     """
 
     gaussian = True
-    kept = Posterior.kept | {"h": Kept(least=0)}
+    kept = Posterior.kept | {"h": Kept(positive=True)}
     draws_on_shards = True  # one theta per optimizer step, on all processes
     results = ("strength",)
     strength: float | None = None  # lambda, which the optimizer knows

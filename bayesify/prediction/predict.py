@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from bayesify.core.draws import Draw
-from bayesify.core.gaussian_noise import noise_in
 from bayesify.core.mixture import member_scopes
 from bayesify.core.modes import MEAN, Mode, override
+from bayesify.core.penalty import noise_in
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.gaussian_noise import noise_in
+from bayesify.core.penalty import noise_in
 from bayesify.core.reading import Scope
 from bayesify.prediction.batches import values_like
 from bayesify.prediction.predictive import Prediction

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from bayesify.core import ranks
 from bayesify.core.distributed import gathered_whole, part_of
-from bayesify.core.gaussian_noise import noise_in
+from bayesify.core.penalty import noise_in
 from bayesify.core.scopes import check_module, check_num_data, mean, plain_name, scopes_of
 from bayesify.core.selection import Candidate, Patterns, select
 from bayesify.engine import noise as noises

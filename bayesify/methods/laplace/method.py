@@ -205,7 +205,7 @@ class LaplacePosterior(MomentsPosterior):
     """
 
     results = ("fitted_sig", "tuned", "partner")
-    kept = Posterior.kept | {"deviation": Kept(least=0)} | KRON
+    kept = Posterior.kept | {"deviation": Kept(positive=True)} | KRON
     missing = "Laplace has not been fitted; call bayesify.fit_laplace(model, loader) after training"
 
     deviation: Tensor | None

@@ -215,7 +215,7 @@ MUTANTS = [
         ("the curvature keeps its noise", "ratio**-power", "1.0", "degrees or every_output"),
     ),
     *of(
-        "core/gaussian_noise.py",
+        "core/penalty.py",
         "test_regression_noise.py",
         (
             "a log variance's sign",

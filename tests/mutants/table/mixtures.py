@@ -100,7 +100,7 @@ MUTANTS = [
             "statistics",
         ),
         ("unequal weights are shared", "or torch.equal(first, second)", "or True", "stay_apart"),
-        ("always the first member", "return block.mode.member", "return 0", "draw"),
+        ("always the first member", "self.member(block.mode.member)", "self.member(0)", "draw"),
     ),
     *of(
         "quality/diagnostics.py",

@@ -310,7 +310,7 @@ MUTANTS = [
             "far = bool(terms.strength)",
             "only_weights",
         ),
-        ("the distance in units of one", "1 / posterior.prior_sig**2, 2.0)", "1.0, 2.0)", "penalty_has_it"),
+        ("the distance in units of one", "(energy.unit / own.prior_sig) ** 2", "energy.unit**2", "penalty_has_it"),
     ),
     *of(
         "core/prior.py",
