@@ -179,7 +179,7 @@ import torch
 from bayesify.engine import dispatch
 from bayesify.engine.noise import Stream
 from bayesify.methods.vi import LINKS
-from bayesify.core.moments import gaussian
+from bayesify.core.method import gaussian
 
 formulas = {"vi": LINKS["softplus"].draw, "la": gaussian}
 for name in sys.argv[1:]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from bayesify.core.moments import collected, gaussian
+from bayesify.core.method import collected, gaussian
 from bayesify.core.penalty import penalty
 from bayesify.core.prior import pulled, squares
 from bayesify.core.wrap import bayesify

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from bayesify.core import distributed as shards
+from bayesify.core.method import NotReadyError
 from bayesify.core.modes import MEAN, MEMBER, Mode
-from bayesify.core.moments import NotReadyError
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, following, state_dtype
 from bayesify.core.ranks import is_whole, shared_seed

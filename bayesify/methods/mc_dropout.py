@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesify.core.distributed import part_of
-from bayesify.core.method import Tempered
-from bayesify.core.moments import QuadraticPosterior
+from bayesify.core.method import QuadraticPosterior, Tempered
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior
 from bayesify.engine.dispatch import run

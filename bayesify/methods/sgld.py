@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part, part_of
-from bayesify.core.method import Tempered
+from bayesify.core.method import CollectedPosterior, Tempered
 from bayesify.core.mixture import Mixture, mix, shared_copy
-from bayesify.core.moments import CollectedPosterior
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import LOW_PRECISION, Prior
 from bayesify.core.ranks import is_whole, shared_seed

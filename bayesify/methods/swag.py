@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard
-from bayesify.core.method import Tempered
-from bayesify.core.moments import CollectedPosterior
+from bayesify.core.method import CollectedPosterior, Tempered
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
 from bayesify.core.ranks import is_whole

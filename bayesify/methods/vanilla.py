@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from bayesify.core.method import Method
-from bayesify.core.moments import QuadraticPosterior
+from bayesify.core.method import Method, QuadraticPosterior
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import part, whole
-from bayesify.core.method import Tempered
-from bayesify.core.moments import MomentsPosterior
+from bayesify.core.method import MomentsPosterior, Tempered
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype, wide
 from bayesify.core.reading import Scope
@@ -25,7 +24,7 @@ from bayesify.prediction.gaussian import GaussianLogits, Spread
 from bayesify.prediction.likelihoods import Regression
 
 PIECE = 1 << 22  # elements at a time in full precision
-FREE = Kept("free"), Kept("free", least=0)
+FREE = Kept("free"), Kept("free", positive=True)
 KRON = {"left": FREE[0], "left_values": FREE[1], "right": FREE[0], "right_values": FREE[1]}  # of a posterior's `Kron`
 
 

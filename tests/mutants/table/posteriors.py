@@ -96,7 +96,7 @@ MUTANTS = [
         ("a part's penalty is the whole's", "if p in inside and not", "if not", "part_is"),
     ),
     *of(
-        "core/moments.py",
+        "core/method.py",
         "exactness",
         (
             "sigma for sigma squared",
@@ -106,7 +106,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "core/moments.py",
+        "core/method.py",
         "test_sgld.py",
         ("sampling before there are moments", "        if not self.ready:\n", "        if False:\n", "before_there"),
     ),
@@ -272,7 +272,7 @@ MUTANTS = [
         ("the variance over n", "(self.count - 1).clamp(min=1)", "self.count", "collected"),
     ),
     *of(
-        "core/moments.py",
+        "core/method.py",
         "test_sgld.py",
         ("not Welford", "return 1 / n, 1.0, (n - 1) / n", "return 1 / n, 1.0, 1.0", "collected"),
         (
