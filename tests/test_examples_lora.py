@@ -10,7 +10,7 @@ import torch
 from huggingface_zoo import BY_NAME, ids
 
 from bayesify import bayesify as make_bayesian
-from bayesify import predict
+from bayesify import mean, penalty, predict
 from bayesify.integrations.huggingface import export_adapters
 
 peft = pytest.importorskip("peft")
@@ -55,15 +55,21 @@ def test_padding_and_choices(served):
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-6)
 
 
-def test_the_script_needs_no_bayesify(served):
+def tokenizer():
+    """Return one that knows four words."""
     tokenizers = pytest.importorskip("tokenizers")
     from transformers import PreTrainedTokenizerFast
 
-    _, base, folders = served
     words = {word: i for i, word in enumerate(["[UNK]", "water", "is", "wet", "dry"])}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]").save_pretrained(base)
+    special = dict.fromkeys(("unk_token", "pad_token", "eos_token"), "[UNK]")
+    return PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+
+
+def test_the_script_needs_no_bayesify(served):
+    _, base, folders = served
+    tokenizer().save_pretrained(base)
     code = "import sys; sys.modules['bayesify'] = None; sys.argv = sys.argv[1:]; import runpy; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     options = [base, *folders, "--prompt", "water is", "--choices", "wet", "dry"]
@@ -83,8 +89,10 @@ def test_vi_on_adapters_takes_at_most_twice_their_memory():
     assert "6.8 million" in text and "| vi |" in text
 
 
+@pytest.mark.filterwarnings("ignore")  # of the libraries below TRL
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
 def test_sft_trainer_with_the_penalty(tmp_path):
+    import datasets
     from trl import SFTConfig, SFTTrainer
 
     from bayesify.integrations.huggingface.trainer import BayesTrainerMixin
@@ -95,8 +103,24 @@ def test_sft_trainer_with_the_penalty(tmp_path):
     base = BY_NAME["Llama"].build()
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = make_bayesian(peft.get_peft_model(base, lora), "vi", include="*lora_*", prior_mean="zero")
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids(4, 6)]
-    trainer = BayesSFTTrainer(
-        model, SFTConfig(tmp_path, max_steps=1, report_to="none", use_cpu=True), train_dataset=rows
-    )
-    assert trainer.num_data == 4 * 5  # shifted labels
+    lengths = (6, 4, 3, 6)  # the shorter ones are padded, and padding does not count
+    rows = [{"input_ids": row[:n].tolist()} for row, n in zip(ids(4, 6), lengths, strict=True)]
+    train = datasets.Dataset(datasets.table.InMemoryTable.from_pylist(rows), fingerprint="rows")
+    options = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    options["dataset_kwargs"] = {"skip_prepare_dataset": True}
+    config = SFTConfig(tmp_path, report_to="none", use_cpu=True, bf16=False, learning_rate=1e-12, **options)
+    trainer = BayesSFTTrainer(model, config, train_dataset=train, processing_class=tokenizer())
+    trainer.train()
+    count = sum(lengths) - len(lengths)  # the first token of a text has no prediction
+    assert trainer.num_data == count
+    with mean(model), torch.no_grad():
+        losses = [
+            model(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["input_ids"]])).loss
+            for row in rows
+        ]
+    expected = sum(float(loss) * (n - 1) for loss, n in zip(losses, lengths, strict=True)) / count
+    logged = trainer.state.log_history[0]
+    assert abs(logged["nll"] - expected) < 1e-3  # draws of a spread of 1e-3
+    assert (
+        abs(logged["penalty"] - float(penalty(model, count).detach())) < 0.01 * logged["penalty"]
+    )  # two steps of its spread

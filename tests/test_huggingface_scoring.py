@@ -8,7 +8,7 @@ from huggingface_zoo import BY_NAME, ids
 from torch.nn import functional as F
 
 from bayesify import bayesify as make_bayesian
-from bayesify import mean, mix, samples
+from bayesify import mean, mix, predict, samples
 from bayesify.integrations.huggingface import score, semantic_entropy
 
 ANSWERS = torch.tensor([[3, 4, 5], [6, 7, -100]])
@@ -42,12 +42,18 @@ def test_log_probabilities_by_hand(name):
     assert torch.allclose(found.mean_log_prob.double(), mixed, atol=1e-5)
 
 
-def test_the_mean_agrees_with_the_models_own_loss():
-    model, prompts = model_of("GPT2"), ids(2, 5)
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma"])
+def test_labels_are_shifted_as_in_the_models_own_loss(name):
+    model, prompts = model_of(name), ids(2, 5)
     model.eval()
     labels = torch.cat([torch.full_like(prompts, -100), ANSWERS], 1)
+    batch = {"input_ids": torch.cat([prompts, ANSWERS.clamp_min(0)], 1), "labels": labels}
     with mean(model), torch.no_grad():
-        loss = model(input_ids=torch.cat([prompts, ANSWERS.clamp_min(0)], 1), labels=labels).loss
+        loss = model(**batch).loss
+    predicted = predict(model, batch, samples=0)
+    counts = predicted.labels >= 0
+    own = -predicted.log_probs[counts].gather(-1, predicted.labels[counts].unsqueeze(-1))
+    assert math.isclose(float(own.mean()), float(loss), rel_tol=1e-6)
     found = score(model, prompts, ANSWERS, samples=0)
     assert math.isclose(-float(found.log_prob.sum()) / int((ANSWERS >= 0).sum()), float(loss), rel_tol=1e-6)
     assert not found.mutual_information[ANSWERS >= 0].any()

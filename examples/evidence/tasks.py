@@ -93,6 +93,7 @@ class Task:
     head = "classifier.*"  # the last layer
     overlap = 0.0  # test items over training items, where seeds split the same data
     epochs, batch, lr, sgd_lr = 40, 32, 0.1, 0.1
+    like = "sgd"  # whose learning rate SGLD and IVON take
 
     def __init__(self, seed):
         self.seed = seed

@@ -97,7 +97,10 @@ def length(task, epochs=1.0):
 
 
 def optimizer_of(task, model, method, lr, count, point, sgd):
-    """Return the task's own optimizer, or the method's with the learning rates of SGD."""
+    """Return the task's own optimizer, or the method's with the learning rates of SGD, or of AdamW."""
+    if method in ("sgld", "ivon") and task.like == "adamw":
+        own = {"sgld": SGLD, "ivon": IVON}[method]
+        return own(model, task.groups(model, task.lr * lr), num_data=count, like="adamw")
     if method == "sgld":
         return SGLD(model, task.groups(model, task.sgd_lr * lr), num_data=count, momentum=0.9)
     if method == "ivon":

@@ -53,7 +53,9 @@ def pretrained():
     logging.disable_progress_bar()
     folder = found.submodule_search_locations[0]
     with contextlib.redirect_stderr(io.StringIO()):  # a bar for every tensor
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=FILE, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
     return model, AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
 
 
@@ -99,7 +101,7 @@ class Questions(Task):
 
     choices: int
     count, held, tested, strange = 250, 100, 200, 100
-    epochs, batch, lr, sgd_lr = 4, 8, 2e-3, 0.02
+    epochs, batch, lr, like = 4, 8, 2e-3, "adamw"
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -208,6 +210,7 @@ class OpenBookQA(Questions):
         "OpenBookQA, questions of at most 120 characters with four choices; OOD: questions of TREC with these choices"
     )
     longest = 120
+    count, tested, strange = 150, 150, 50
 
     def split(self, part):
         """Return questions, their choices and the right ones."""
