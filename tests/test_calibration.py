@@ -15,7 +15,6 @@ from bayesify import (
     calibrate,
     fit_laplace,
     load,
-    metrics,
     named_posteriors,
     penalty,
     predict,
@@ -198,17 +197,6 @@ def test_it_says_when_samples_are_of_no_use(caplog):
     assert "of no use" in caplog.text
     assert {q.calibration for _, q in named_posteriors(model)} == {0.0}
     assert predict(model, X, samples=3, seed=0).mutual_information.abs().max() < 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:the spread of")
-def test_it_says_when_temperature_scaling_does_as_well(caplog):
-    model = trained("vi", init_sig=0.02, natural=False)
-    with caplog.at_level(logging.WARNING, "bayesify"):
-        calibrate(model, [(X[40:], Y[40:])], progress=False)
-    mean_logits = predict(model, [(X[40:], Y[40:])], samples=0)
-    fitted = metrics.fit_temperature(mean_logits.logits, mean_logits.labels)
-    found = predict(model, [(X[40:], Y[40:])], samples=10, seed=0).scores["nll"]
-    assert ("temperature scaling" in caplog.text) == (fitted.nll <= found + 1e-3)
 
 
 @pytest.mark.parametrize(

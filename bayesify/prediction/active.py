@@ -1,7 +1,7 @@
 """Active learning: which examples to label next.
 
-`select` takes the examples whose labels would tell most about the weights (BALD), and with `diverse=True` those that
-tell most together: the second of two alike adds little. `features` is what a model makes of examples before its last
+`select` takes the examples whose labels would say most about the weights (BALD), and with `diverse=True` those that
+say most together: the second of two alike adds little. `features` is what a model makes of examples before its last
 layer: how far they are from all that was labelled (`metrics.feature_distance`).
 """
 
@@ -15,6 +15,8 @@ from bayesify.prediction.regression import RegressionPredictive
 
 __all__ = ["features", "information", "select"]
 
+TINY = 1e-30  # smallest variance to divide by
+
 
 def select(predictive: Any, k: int, diverse: bool = True, *, strange: bool = False) -> Tensor:
     """Choose the k examples to label next.
@@ -22,16 +24,15 @@ def select(predictive: Any, k: int, diverse: bool = True, *, strange: bool = Fal
     Args:
         predictive: What `predict` returned for examples without labels, by ten samples or more.
         k: How many.
-        diverse: Whether to count what the examples chosen so far would tell already: greedily, each is the one that
+        diverse: Whether to discount what the examples chosen so far would say already: greedily, each is the one that
             adds most to 1/2 log det(I + sum_i C_i C_i^T), where C_i (S, K) is the deviation of each sample's
             probabilities from their mean p, over sqrt(S p). To second order that is the mutual information of all
             the labels and the weights. Otherwise the k of largest `information`.
-
         strange: Whether to prefer examples that are both uncertain and unlike the known data: the information of each
             counts 1 - p, with its `novelty_pvalue` p.
 
     Returns:
-        Indices into the examples, (k,), the most telling first.
+        Indices into the examples, (k,), the most informative first.
 
     Raises:
         ValueError: k is out of range, `diverse` lacks the samples' outputs, or `strange` the model's `fit_novelty`.
@@ -39,8 +40,6 @@ def select(predictive: Any, k: int, diverse: bool = True, *, strange: bool = Fal
     Example:
         >>> import torch
         >>> from bayesify import active, bayesify, predict
-        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-        <...>
         >>> model = bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=1.0, init_sig=0.5)
         >>> pool = torch.tensor([[5.0, 0.0, 0.0], [5.1, 0.0, 0.0], [0.0, 4.0, 0.0]])
         >>> out = predict(model, pool, samples=50, seed=0)
@@ -50,38 +49,35 @@ def select(predictive: Any, k: int, diverse: bool = True, *, strange: bool = Fal
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= len(predictive):
         raise ValueError(f"k must be in 1..{len(predictive)}, the number of examples, got {k!r}")
     weights = torch.ones(len(predictive), dtype=torch.float64)
-    if strange and predictive.novelty_pvalue is None:
-        raise ValueError(
-            "strange=True needs novelty, which the prediction has not; call fit_novelty(model, loader) first"
-        )
-    weights = 1 - predictive.novelty_pvalue if strange else weights
+    if strange:
+        if predictive.novelty_pvalue is None:
+            raise ValueError("strange=True needs novelty; call fit_novelty(model, loader) before predict")
+        weights = 1 - predictive.novelty_pvalue
     if not diverse:
         return (information(predictive) * weights).argsort(descending=True, stable=True)[:k]
     rest = deviations(predictive) * weights.sqrt().view(-1, 1, 1)
     chosen: list[int] = []
-    taken = torch.zeros(len(rest), dtype=torch.bool)
     for _ in range(k):
         gram = rest.transpose(1, 2) @ rest
         gains = torch.linalg.slogdet(torch.eye(gram.shape[-1], dtype=gram.dtype) + gram).logabsdet
-        best = int(gains.masked_fill(taken, -torch.inf).argmax())
-        chosen.append(best)
-        taken[best] = True
+        gains[chosen] = -torch.inf
+        chosen.append(int(gains.argmax()))
         # What is left of every C once this one is known: A^(-1/2) C, with A = I + C_best C_best^T.
-        u, s, _ = torch.linalg.svd(rest[best], full_matrices=False)
+        u, s, _ = torch.linalg.svd(rest[chosen[-1]], full_matrices=False)
         rest = rest - u @ ((1 - (1 + s.square()).rsqrt()).unsqueeze(1) * (u.T @ rest))
     return torch.tensor(chosen)
 
 
 def information(predictive: Any) -> Tensor:
-    """Return how much the label of each example would tell about the weights, (N,), in nats.
+    """Return how much the label of each example would say about the weights, (N,), in nats.
 
     The mutual information of a classifier, summed over the items of an example; 1/2 log(1 + epistemic^2/aleatoric^2)
     of a regression, where noise that is not known is as large as the mean epistemic variance.
     """
     if isinstance(predictive, RegressionPredictive):
-        ratio = predictive.epistemic.square() / _noise(predictive)
-        return torch.log1p(ratio).flatten(1).sum(1) / 2 if ratio.dim() > 1 else torch.log1p(ratio) / 2
-    each: Tensor = predictive.mutual_information
+        each = torch.log1p(predictive.epistemic.square() / _noise(predictive)) / 2
+    else:
+        each = predictive.mutual_information
     return each.flatten(1).sum(1) if each.dim() > 1 else each
 
 
@@ -94,27 +90,18 @@ def deviations(predictive: Any) -> Tensor:
             "diverse=True compares the outputs of several samples, which this prediction has not; "
             "predict with samples=20, or pass diverse=False"
         )
-    share = getattr(predictive, "weights", None)
-    share = outputs.new_full((len(outputs),), 1 / len(outputs), dtype=torch.float64) if share is None else share
-    if regression:
-        values, scale = outputs.double(), _noise(predictive).expand_as(predictive.mean)
-    elif hasattr(predictive, "prediction") and outputs.shape[1:] == predictive.expected_entropy.shape:  # one per label
-        values = outputs.double().sigmoid()
-        scale = _average(values, share) * (1 - _average(values, share))
-    else:
-        values = outputs.double().softmax(-1)
-        scale = _average(values, share)
-    centred = (values - _average(values, share)) / scale.clamp_min(1e-30).sqrt()
+    share, values = getattr(predictive, "weights", None), outputs.double()
+    share = values.new_full((len(values),), 1 / len(values)) if share is None else share
+    one_per_label = not regression and outputs.shape[1:] == predictive.expected_entropy.shape
+    values = values if regression else values.sigmoid() if one_per_label else values.softmax(-1)
+    mean = torch.einsum("s,s...->...", share, values)
+    scale = _noise(predictive).expand_as(mean) if regression else mean * (1 - mean) if one_per_label else mean
+    centred = (values - mean) / scale.clamp_min(TINY).sqrt()
     found: Tensor = (share.sqrt().view(-1, 1, 1) * centred.reshape(*centred.shape[:2], -1)).transpose(0, 1)
     return found
 
 
-def _average(values: Tensor, share: Tensor) -> Tensor:
-    return torch.einsum("s,s...->...", share, values)
-
-
 def _noise(predictive: RegressionPredictive) -> Tensor:
-    """Return the variance of the noise, or a stand-in where it is not known."""
+    """Return the variance of the noise, or the mean epistemic one where it is not known."""
     known = predictive.aleatoric.square()
-    stand_in = predictive.epistemic.square().mean().clamp_min(1e-30)
-    return torch.where(known > 0, known, stand_in)
+    return torch.where(known > 0, known, predictive.epistemic.square().mean().clamp_min(TINY))

@@ -45,18 +45,21 @@ class Tally(ABC, Generic[P]):
         """Add the output of the next sample on one batch."""
 
     @abstractmethod
-    def part(self, batch: int, count: int) -> P:
-        """Return the prediction for one batch, the average over `count` samples."""
+    def _part(self, batch: int, count: int, kept: Tensor | None) -> P:
+        """Return the prediction for one batch, given the kept outputs of all `count` samples."""
 
     def finish(self, num_samples: int, labels: Sequence[Any], *, closed_form: bool = False) -> P:
         """Return the prediction for all batches."""
-        found = concatenated([self.part(i, max(num_samples, 1)) for i in sorted(self.sums)])
+        parts, count = [], max(num_samples, 1)
+        for batch in sorted(self.sums):
+            parts.append(self._part(batch, count, torch.stack(self.kept.pop(batch)) if self.keep else None))
+        found = concatenated(parts)
         joined = joined_labels(labels, len(found))
         return replace(found, labels=joined, num_samples=num_samples, closed_form=closed_form)
 
-    def stacked(self, batch: int) -> Tensor | None:
-        """Return what every sample gave, (S, N, ...), where that was kept."""
-        return torch.stack(self.kept.pop(batch)) if self.keep else None
+    def _keep(self, batch: int, output: Tensor) -> None:
+        if self.keep:
+            self.kept[batch].append(output)
 
 
 class ProbabilityTally(Tally[C]):
@@ -65,24 +68,22 @@ class ProbabilityTally(Tally[C]):
     kind: type[C]
 
     @abstractmethod
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits to keep, and the log-probabilities in float64."""
 
     def add(self, batch: int, output: Tensor) -> None:
         """Add the output of the next sample on one batch."""
-        logits, log_probs = self.read(output)
+        logits, log_probs = self._read(output)
         entropy = entropy_of(log_probs)
         if batch in self.sums:
             log_sum, entropies = self.sums[batch]
             log_probs, entropy = torch.logaddexp(log_sum, log_probs), entropies + entropy
         self.sums[batch] = log_probs, entropy
-        if self.keep:
-            self.kept[batch].append(logits)
+        self._keep(batch, logits)
 
-    def part(self, batch: int, count: int) -> C:
-        """Return the prediction for one batch, the average over `count` samples."""
+    def _part(self, batch: int, count: int, kept: Tensor | None) -> C:
         log_sum, entropies = self.sums[batch]
-        return self.kind((log_sum - math.log(count)).clamp_max_(0), entropies / count, self.stacked(batch))
+        return self.kind((log_sum - math.log(count)).clamp_max_(0), entropies / count, kept)
 
 
 class ClassificationTally(ProbabilityTally[Predictive]):
@@ -91,8 +92,7 @@ class ClassificationTally(ProbabilityTally[Predictive]):
     kind = Predictive
     classes: int | None = None  # the dimension of the classes; None is that of `classes_last`
 
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits with the classes last, and log softmax of them."""
+    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         logits = in_full(self._classes_last(output))
         if not self.sums:
             _warn_of_probabilities(logits)
@@ -116,8 +116,7 @@ class ClassificationTally(ProbabilityTally[Predictive]):
         self._classes_last(output)
         log_probs, information = logits.log_probs(), logits.mutual_information().cpu().double()
         self.sums[batch] = log_probs, (entropy_of(log_probs) - information).clamp_min(0)
-        if self.keep:
-            self.kept[batch].append(in_full(output))
+        self._keep(batch, in_full(output))
 
 
 def _warn_of_probabilities(logits: Tensor) -> None:
@@ -131,12 +130,11 @@ def _warn_of_probabilities(logits: Tensor) -> None:
 
 
 class MultilabelTally(ProbabilityTally[MultilabelPredictive]):
-    """The average of the probabilities of a multi-label model."""
+    """The average of the probabilities of a multi-label model, each a pair of no and yes."""
 
     kind = MultilabelPredictive
 
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, and the log-probabilities of no and yes, (N, ..., 2)."""
+    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         logits = in_full(output)
         return logits, F.logsigmoid(torch.stack([-logits, logits], -1).double())
 
@@ -147,50 +145,49 @@ class RegressionTally(Tally[RegressionPredictive]):
     def add(self, batch: int, output: Tensor) -> None:
         """Add the output of the next sample on one batch."""
         output = in_full(output)
-        value = output.double()
+        value = self._values(output)
         count, mean, squares = self.sums.get(batch, (0, torch.zeros_like(value), torch.zeros_like(value)))
         delta = value - mean
         mean = mean + delta / (count + 1)
         self.sums[batch] = count + 1, mean, squares + delta * (value - mean)
-        if self.keep:
-            self.kept[batch].append(output)
+        self._keep(batch, output)
+
+    def _values(self, output: Tensor) -> Tensor:
+        return output.double()
 
     def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
         """Add one batch whose outputs have a Gaussian distribution around the model's."""
         mean = in_full(output)
         self.sums[batch] = 1, mean.double(), in_full(logits.variance()).double()
-        if self.keep:
-            self.kept[batch].append(mean)
+        self._keep(batch, mean)
 
-    def part(self, batch: int, count: int) -> RegressionPredictive:
-        """Return the prediction for one batch, without noise."""
+    def _part(self, batch: int, count: int, kept: Tensor | None) -> RegressionPredictive:
         _, mean, squares = self.sums[batch]
-        std = (squares / max(count - 1, 1)).sqrt()
-        return RegressionPredictive(mean, std, torch.zeros_like(mean), self.stacked(batch))
+        return RegressionPredictive(mean, (squares / max(count - 1, 1)).sqrt(), torch.zeros_like(mean), kept)
 
 
 class HeteroscedasticTally(RegressionTally):
-    """The same for a model whose outputs are means and log variances, in halves of the last dimension."""
+    """The same for outputs that are means and log variances, in halves of the last dimension."""
 
-    def __init__(self, *, keep: bool) -> None:
-        super().__init__(keep=keep)
-        self.noise: dict[int, Tensor] = {}
-        self.kept_noise: dict[int, list[Tensor]] = defaultdict(list)
-
-    def add(self, batch: int, output: Tensor) -> None:
-        """Add the output of the next sample on one batch."""
+    def _values(self, output: Tensor) -> Tensor:
         mean, log_var = mean_and_log_var(output)
-        super().add(batch, mean)
-        variance = in_full(log_var).double().exp()
-        self.noise[batch] = self.noise[batch] + variance if batch in self.noise else variance
-        if self.keep:
-            self.kept_noise[batch].append(variance)
+        return torch.cat([mean.double(), log_var.double().exp()], -1)
 
-    def part(self, batch: int, count: int) -> RegressionPredictive:
-        """Return the prediction for one batch, with the noise that the model gives."""
-        std = (self.noise[batch] / count).sqrt()
-        kept = torch.stack(self.kept_noise.pop(batch)) if self.keep else None
-        return replace(super().part(batch, count), aleatoric=std, noise_var=kept)
+    def _part(self, batch: int, count: int, kept: Tensor | None) -> RegressionPredictive:
+        both = super()._part(batch, count, None)
+        mean, noise_var = mean_and_log_var(both.mean)
+        outputs, log_var = (None, None) if kept is None else mean_and_log_var(kept)
+        noise = None if log_var is None else log_var.double().exp()
+        return RegressionPredictive(mean, both.epistemic.chunk(2, -1)[0], noise_var.sqrt(), outputs, noise)
+
+
+TALLIES: dict[str, type[ClassificationTally] | type[RegressionTally] | type[MultilabelTally]] = {
+    "classification": ClassificationTally,
+    "tokens": ClassificationTally,
+    "regression": RegressionTally,
+    "heteroscedastic": HeteroscedasticTally,
+    "multilabel": MultilabelTally,
+}
 
 
 def concatenated(parts: Sequence[P]) -> P:

@@ -1,8 +1,7 @@
-"""Calibrate a posterior's spread: one factor, found by forward passes, for any method.
+"""After training: one factor on the spread of any posterior, and the BatchNorm statistics of its mean or samples.
 
 Training chooses the shape of a posterior, and rarely its size: a spread that the training loss tolerates may be too
-small for data that the model has not seen. The factor is the posterior's own from then on: in every draw, in `std`, in
-files.
+small for data that the model has not seen. The factor is the posterior's own from then on: in draws, `std` and files.
 """
 
 import copy
@@ -29,7 +28,6 @@ from bayesify.prediction.likelihoods import Classification, Likelihood, Regressi
 from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
 from bayesify.prediction.view import STALE, estimating, norms_in
-from bayesify.quality.calibration import TemperatureError, fit_temperature
 from bayesify.quality.regression import fit_noise
 
 logger = logging.getLogger("bayesify")
@@ -39,7 +37,7 @@ TARGET = 0.1  # nats that the spread may cost on the model's own predictions
 FACTORS = tuple(2.0**k for k in range(-4, 8))
 FINE = 2**0.25  # the last refinement's step
 HOPELESS = 0.1  # nats above the best so far, from where larger factors are not tried
-GAIN = 1e-3  # nats that count as a difference
+GAIN = 1e-4  # nats that count as a difference
 SURE = 3.32  # nats by which a regression's spread must gain on all the data: 1% of chi-squared by chance
 
 
@@ -56,11 +54,10 @@ def calibrate(
 
     With labels it is the factor with the lowest NLL of the sampled prediction; in a regression, with the noise that is
     known, or else fitted beside each factor, and 1 unless another is better by more than chance. Without labels, or
-    with `target`, it is the largest that raises the NLL of the model's own predictions (those of the posterior mean, as
-    probabilities) by at most `target` nats: KL(mean prediction || sampled prediction) <= target. A draw is then core +
-    f (theta - core): for a Gaussian m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay
-    what they were. Where torch.distributed runs several processes, each may give its part of the data, and all get the
-    same factor.
+    with `target`, it is the largest whose samples stay close to the model's own predictions:
+    KL(mean prediction || sampled prediction) <= target. A draw is then core + f (theta - core): for a Gaussian
+    m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay what they were. Where
+    torch.distributed runs several processes, each may give its part of the data, and all get the same factor.
 
     Args:
         model: A bayesified model that can be sampled, or a module that contains one.
@@ -106,12 +103,12 @@ def calibrate(
                 factor = _largest_within(trial.divergence, TARGET if target is None else target)
             else:
                 factor = _best(trial)
+            for posterior in posteriors:
+                posterior.calibration = factor
     except BaseException:
         for posterior, old in zip(posteriors, before, strict=True):
             posterior.calibration = old
         raise
-    for posterior in posteriors:
-        posterior.calibration = factor
     return model
 
 
@@ -133,17 +130,16 @@ class Trial:
         point = predict(model, data, samples=0, task="regression")  # outputs as they are, whatever the task
         assert point.outputs is not None
         self.point, self.labels = point.outputs, point.labels
-        if likelihood is None:
-            likelihood = Classification() if self.labels is None else found_likelihood(self.point[0], self.labels)
-        self.likelihood = likelihood
         if self.labels is None and (self.point.dim() < 3 or self.point.shape[-1] < 2):
             raise ValueError(
                 "without labels calibrate needs class probabilities, and these outputs are none; give labels"
             )
-        self.regression = isinstance(self.likelihood, Regression)
-        if isinstance(self.likelihood, Regression) and self.likelihood.noise_var is None:
+        if likelihood is None:
+            likelihood = Classification() if self.labels is None else found_likelihood(self.point[0], self.labels)
+        if isinstance(likelihood, Regression) and likelihood.noise_var is None:
             noise = noise_of(model, scopes_of(model))
-            self.likelihood = self.likelihood if noise is None else Regression(noise)
+            likelihood = likelihood if noise is None else Regression(noise)
+        self.likelihood = likelihood
 
     def outputs(self, factor: float) -> Tensor:
         """Return the outputs of all draws, (samples, examples, ...)."""
@@ -202,48 +198,27 @@ def _best(trial: Trial) -> float:
             nll(factor)
     best = min(tried, key=nll)
     logger.info("spread times %.3g: NLL %.4f, of the mean %.4f", best, tried[best], point)
-    if trial.regression:
+    if isinstance(trial.likelihood, Regression):
         # What is in between is chance: twice the gain is chi-squared distributed where the spread is right as it is.
         count = sum(ranks.gathered(len(trial.point[0])))
         return best if count * (tried[1.0] - tried[best]) > SURE else 1.0
-    if tried[best] >= point - GAIN / 10:
+    if tried[best] >= point - GAIN:
         logger.warning("no spread does better than the posterior mean (NLL %.4f): samples are of no use here", point)
         return 0.0
-    if isinstance(trial.likelihood, Classification):
-        _say_if_temperature_is_enough(trial, tried[best])
     return best
-
-
-def _say_if_temperature_is_enough(trial: Trial, nll: float) -> None:
-    """Say so where temperature scaling of the mean does as well as samples."""
-    assert trial.labels is not None
-    try:
-        temperature = fit_temperature(trial.point[0].flatten(0, -2), trial.labels.flatten())
-    except (TemperatureError, ValueError):
-        return
-    if temperature.nll <= nll + GAIN:
-        logger.warning(
-            "temperature scaling of the posterior mean does as well (NLL %.4f with T = %.2f, sampled %.4f)",
-            temperature.nll,
-            temperature.temperature,
-            nll,
-        )
 
 
 def _largest_within(cost: Callable[[float], float], target: float) -> float:
     """Return the largest factor whose cost is within the target: it grows with the factor."""
-    low, high = 0.0, None
-    for factor in FACTORS:
-        if cost(factor) > target:
-            high = factor
+    low = 0.0
+    for high in FACTORS:
+        if cost(high) > target:
             break
-        low = factor
-    if high is None:
+        low = high
+    else:
         logger.warning("even a spread of %g times its size costs less than %g nats", low, target)
         return low
-    if low == 0.0:
-        return 0.0
-    while high / low > FINE:
+    while low and high / low > FINE:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if cost(middle) <= target else (low, middle)
     return low
@@ -288,16 +263,12 @@ def update_bn(
     if not (samples is None or (is_whole(samples) and samples >= 0)):
         raise ValueError(f"samples must be an integer >= 0, or None for what is in force, got {samples!r}")
     scopes, norms = scopes_of(model), norms_in(model)
-    if norms:
-        with estimating(model, norms):
-            for turn, _ in enumerate(_modes(model, scopes, samples, seed)):
-                bar = tqdm(as_batches(loader), desc="update_bn", unit="batch", disable=not progress)
-                if not run_through(model, bar):
-                    raise ValueError(
-                        f"no batches are left for sample {turn + 1}; pass a list or a DataLoader"
-                        if turn
-                        else "the loader has no batches; pass a non-empty one"
-                    )
+    with estimating(model, norms):
+        for turn, _ in enumerate(_modes(model, scopes, samples, seed) if norms else ()):
+            bar = tqdm(as_batches(loader), desc="update_bn", unit="batch", disable=not progress)
+            if not run_through(model, bar):
+                fix = "pass a list or a DataLoader" if turn else "pass a non-empty loader"
+                raise ValueError(f"no batches are left for sample {turn + 1}; {fix}")
     for scope in scopes:
         scope.told.discard(STALE)
     return model

@@ -25,15 +25,7 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_averaged, check_module, plain_name, scopes_of, warn_of_mistakes
-from bayesify.prediction.averages import (
-    ClassificationTally,
-    Found,
-    HeteroscedasticTally,
-    MultilabelTally,
-    RegressionTally,
-    gathered,
-    mixed,
-)
+from bayesify.prediction.averages import TALLIES, ClassificationTally, Found, RegressionTally, gathered, mixed
 from bayesify.prediction.batches import (
     LabelPlaces,
     Readings,
@@ -59,15 +51,6 @@ from bayesify.prediction.view import Memory, own_statistics, reusing, same_place
 THETAS = 1 << 30  # bytes of all samples' weights in memory
 MOST = 5  # samples of a mixture's member by default
 EMPTY = "the data has no batches; pass a non-empty loader or tensor"
-
-Exact = ClassificationTally | RegressionTally  # these have closed forms
-TALLIES: dict[str, type[Exact] | type[MultilabelTally]] = {
-    "classification": ClassificationTally,
-    "tokens": ClassificationTally,
-    "regression": RegressionTally,
-    "heteroscedastic": HeteroscedasticTally,
-    "multilabel": MultilabelTally,
-}
 
 
 Classes = Literal["classification", "tokens"]
@@ -114,15 +97,14 @@ def predict(
         model: A bayesified model, or a module that contains one. A plain model will do: its posterior is a point.
         data: One batch (a tensor, a dict, an HF BatchEncoding) or an iterable of batches, in which a tuple or list is
             (inputs,) or (inputs, labels), and a dict may hold "labels". Labels of a dict are compared with the outputs
-            as in the model's own loss: Hugging Face's causal language models shift them, so that each output is about
-            the next token; labels of (inputs, labels) are compared place by place. Where processes read parts of the
-            data by a DistributedSampler (or Accelerate, in order), each gets the prediction of the whole, in the data
-            set's order; all of them have to call.
+            as in the model's own loss, which shifts them in a causal language model of Hugging Face's; labels of
+            (inputs, labels) place by place. Where processes read parts of the data by a DistributedSampler (or
+            Accelerate, in order), all of them have to call, and each gets the prediction of the whole, in its order.
         samples: How many posterior samples; 0 is the posterior mean. None takes the best way that the posterior has:
             one pass and a closed form where a fitted "la" has spread in a linear last layer only, or is a regression
             with few outputs (`num_samples` is then 0, and `logits` are the mean's), else the method's `nst` samples. A
-            mixture spreads its samples evenly over the members, of which each weighs the same and has one at least;
-            None does the best for every member: a closed form, one sample of a point, five of the others.
+            mixture spreads its samples evenly over its members, which weigh the same; None does the best for every
+            member: a closed form, one sample of a point, five of the others.
         seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
             where there is anything to sample.
         task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. None
@@ -170,6 +152,7 @@ def predict(
             f"samples={samples} leaves {len(members) - samples} of the mixture's {len(members)} members out; give "
             f"samples={len(members)} or more, or 0 for the first member's mean"
         )
+    members = members[:1] if samples == 0 else members
     check_averaged(model)
     warn_of_mistakes(scopes, spread=samples != 0)
     refresh = None
@@ -187,11 +170,7 @@ def predict(
     try:
         found = run.over(batches, samples, seed)
     except VariedError:
-        batches = run.once(iter(data))
-        found = run.over(batches, samples, seed)
-    _check_finite(model, found)
-    if watch is not None:
-        found = watch.judged(found, batches if rereadable(batches) else ())
+        found = run.over(run.once(iter(data)), samples, seed)
     return found if places is None else gathered(found, places)
 
 
@@ -218,23 +197,23 @@ class Run:
 
     def over(self, batches: Iterable[Any], samples: int | None, seed: int | None) -> Found:
         """Average over the members: each in closed form where it has one, else by its share of the samples."""
-        members = self.members[: 1 if samples == 0 else None]
-        exact: dict[int, Found] = {}
-        for number in range(len(members)) if samples is None else ():
-            found, batches = self.in_closed_form(number, batches)
-            if found is not None:
-                exact[number] = found
-        counts = [0 if n in exact else share(own, n, len(members), samples) for n, own in enumerate(members)]
+        members, exact = len(self.members), dict[int, Found]()
+        for number in range(members) if samples is None else ():
+            closed, batches = self.in_closed_form(number, batches)
+            if closed is not None:
+                exact[number] = closed
+        counts = [0 if n in exact else share(own, n, members, samples) for n, own in enumerate(self.members)]
         if any(counts) and not self.seeds:
-            self.seeds.extend(draw_seeds(len(members) * max(counts), seed))
+            self.seeds.extend(draw_seeds(members * max(counts), seed))
         parts = [
-            exact[n] if n in exact else self.sampled(n, batches, self.seeds[n :: len(members)][:count])
+            exact[n] if n in exact else self.sampled(n, batches, self.seeds[n::members][:count])
             for n, count in enumerate(counts)
-            if n in exact or count or len(members) == 1
+            if n in exact or count or members == 1
         ]
-        names = dict.fromkeys(scope.method.name for own in members for scope in own)
-        method = f"mixture of {len(members)}: " * (len(members) > 1) + ", ".join(names)
-        return replace(mixed(parts), method=method)
+        names = dict.fromkeys(scope.method.name for own in self.members for scope in own)
+        found = replace(mixed(parts), method=f"mixture of {members}: " * (members > 1) + ", ".join(names))
+        _check_finite(self.model, found)
+        return found if self.watch is None else self.watch.judged(found, batches if rereadable(batches) else ())
 
     def reads_linearly(self, number: int) -> bool:
         """Return whether a member is read linearly: as asked, or in a regression where the method says so."""
@@ -303,7 +282,7 @@ class Run:
             for scope in self.scopes:
                 scope.method.check_ready(scope.posteriors)
             tally, source, labels = TALLIES[self.task](keep=self.keep), iter(batches), list[Any]()
-            assert isinstance(tally, Exact)
+            assert isinstance(tally, (ClassificationTally, RegressionTally))
             first = next(source, None)
             if first is None:
                 raise ValueError(EMPTY)
@@ -328,8 +307,7 @@ class Run:
     def closed_forms(self, number: int) -> Iterator[Callable[[nn.Module, Iterable[Any]], Iterator[Exactly]]]:
         """Yield the ways to predict without samples that may do: for a last layer, then for a linear reading.
 
-        Each takes a view of the model and batches; it yields outputs in mean mode, their distributions and the labels,
-        or raises a NotLastError.
+        Each yields outputs in mean mode, their distributions and the labels, or raises a NotLastError.
         """
         scopes, kind = self.members[number], TALLIES[self.task]
         form = scopes[0].method.closed_form(scopes[0]) if len(scopes) == 1 else None

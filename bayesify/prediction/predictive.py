@@ -1,7 +1,6 @@
 """Predictive distributions of classifiers: the answer, its probability, and where the uncertainty comes from."""
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property, reduce
@@ -46,7 +45,7 @@ class Prediction(Judged):
 
     def __getitem__(self, index: Any) -> Self:
         """Take some of the examples."""
-        index = _keeping_dimension(index, len(self))
+        index = torch.arange(len(self))[index].view(-1)  # a single example keeps its dimension
         taken = {n: t[:, index] if n in BY_SAMPLE else t[index] for n, t in self.tensors().items()}
         return replace(self, **taken)  # type: ignore[arg-type]
 
@@ -115,19 +114,6 @@ class Prediction(Judged):
         if bool(getattr(self, self._average).isnan().any()):
             scores = ", outputs that are not finite"
         return f"{type(self).__name__}({len(self)} examples, {self._details(averaged)}{scores})"
-
-
-def _keeping_dimension(index: Any, count: int) -> Any:
-    """Return one example's index as a slice, and any other index as it is."""
-    if isinstance(index, (slice, bool, np.bool_)) or getattr(index, "dtype", None) == torch.bool:
-        return index
-    try:
-        index = operator.index(index)
-    except TypeError:
-        return index
-    if not -count <= index < count:
-        raise IndexError(f"there are {count} examples, got index {index}")
-    return slice(index, index + 1 or None)
 
 
 def _cell(value: float) -> str:
@@ -214,9 +200,6 @@ class Predictive(Probabilities):
             logits: (S, N, ..., K) with the classes last, or a list of S arrays (N, ..., K); (N, K) is one model.
             labels: Integer classes, (N, ...), if there are any.
 
-        Returns:
-            1/S sum_s softmax(logits_s), with the mean of the members' entropies.
-
         Raises:
             ValueError: The shapes do not fit.
 
@@ -288,9 +271,7 @@ class Predictive(Probabilities):
             raise ValueError(f"temperature must be positive and finite, got {value}; 1.0 changes nothing")
         if self.closed_form:
             whose = "of a member " if self.num_samples else ""
-            raise ValueError(
-                f"a closed form {whose}has no samples to temper, and its prior was tuned; predict with samples="
-            )
+            raise ValueError(f"a closed form {whose}has no samples to temper; predict with samples=")
         if self.logits is None:
             raise ValueError("the prediction has no logits; predict with keep_samples=True")
         each = (F.log_softmax(row.double() / value, -1) for row in self.logits)
@@ -327,9 +308,8 @@ class Predictive(Probabilities):
 
     def _columns(self) -> dict[str, Tensor | None]:
         names = ("prediction", "labels", "confidence", "entropy", "mutual_information", "expected_entropy")
-        return {name: getattr(self, name) for name in names} | {
-            f"p_{k}": p for k, p in enumerate(self.probs.unbind(-1))
-        }
+        each = {f"p_{k}": p for k, p in enumerate(self.probs.unbind(-1))}
+        return {name: getattr(self, name) for name in names} | each
 
     def _repr_html_(self) -> str:
         return super(Predictive, self.flat())._repr_html_()

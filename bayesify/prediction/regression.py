@@ -100,12 +100,10 @@ class RegressionPredictive(Prediction):
         gaussians.check_level(level)
         if noise and not self.noise_known:
             raise ValueError(NO_NOISE)
-        means, stds = self.components if noise else self._without_noise().components
+        without = replace(self, aleatoric=torch.zeros_like(self.mean), noise_var=None)
+        means, stds = (self if noise else without).components
         low, high = (gaussians.mixture_quantile(means, stds, (1 + sign * level) / 2) for sign in (-1, 1))
         return low, high
-
-    def _without_noise(self) -> "RegressionPredictive":
-        return replace(self, aleatoric=torch.zeros_like(self.mean), noise_var=None)
 
     def sets(self, quantile: float, kind: str | None = None) -> tuple[Tensor, Tensor]:
         """Return the conformal interval mean -+ quantile * std, or mean -+ quantile for "absolute" scores.
@@ -118,22 +116,14 @@ class RegressionPredictive(Prediction):
         return self.mean - width, self.mean + width
 
     def targets(self) -> Tensor:
-        """Return the labels in float64 and of the mean's shape.
-
-        Raises:
-            ValueError: There are none, or they do not fit.
-        """
+        """Return the labels in float64 and of the mean's shape."""
         if self.labels is None:
             raise ValueError("the prediction has no targets; predict on batches of (inputs, targets)")
         return values_like(self.mean, self.labels)
 
     @property
     def ranks(self) -> Tensor:
-        """F(y) of every target, uniform between 0 and 1 for an honest prediction (the PIT).
-
-        Raises:
-            ValueError: There are no targets, or the noise is not known.
-        """
+        """F(y) of every target, uniform between 0 and 1 for a calibrated prediction (the PIT)."""
         if not self.noise_known:
             raise ValueError(NO_NOISE)
         return gaussians.mixture_cdf(*self.components, self.targets())
@@ -169,12 +159,7 @@ class RegressionPredictive(Prediction):
 
 
 def noise_of(model: nn.Module, scopes: Sequence[Scope]) -> Tensor | None:
-    """Return the variances of a model's noise: those learned beside it, else what its fit found; None without any.
-
-    Args:
-        model: The model, or a mixture's member.
-        scopes: What a forward of it reads.
-    """
+    """Return the variances of a model's noise: those learned beside it, else what its fit found; None without any."""
     if (learned := noise_in(model)) is not None:
         return learned.variance.cpu().double()
     found = next((v for scope in scopes if (v := getattr(scope.method, "noise_var", None)) is not None), None)

@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,39 +156,33 @@ def warn_where_stale(model: nn.Module, scopes: Sequence[Scope]) -> None:
 
 
 @contextmanager
-def estimating(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+def estimating(model: nn.Module, norms: Sequence[_BatchNorm]) -> Iterator[None]:
     """Set eval mode but for the norms, which start to average from nothing; an error puts their statistics back.
 
-    A norm starts anew at its first batch: one that no batch reaches, such as a resting member's, keeps what it has.
+    A norm that no batch reaches, such as a resting member's, keeps what it has.
     """
-    momenta, before, reached = [norm.momentum for norm in norms], _buffers(norms), set[nn.Module]()
-
-    def start(norm: Any, _: Any) -> None:
-        if norm not in reached:
-            reached.add(norm)
-            norm.reset_running_stats()
-
-    hooks = [norm.register_forward_pre_hook(start) for norm in norms]
+    before, momenta = _buffers(norms), [norm.momentum for norm in norms]
     try:
         with evaluation(model):
             for norm in norms:
-                norm.momentum = None  # every batch counts the same
-                norm.training = True
+                norm.reset_running_stats()
+                norm.momentum, norm.training = None, True  # every batch counts the same
             yield
+        idle = [norm.num_batches_tracked == 0 for norm in norms]
+        _put_back(list(compress(norms, idle)), list(compress(before, idle)))
     except BaseException:
         _put_back(norms, before)
         raise
     finally:
-        for hook, norm, momentum in zip(hooks, norms, momenta, strict=True):
-            hook.remove()
+        for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
 
 
-def _buffers(norms: list[_BatchNorm]) -> list[dict[str, Tensor]]:
+def _buffers(norms: Sequence[_BatchNorm]) -> list[dict[str, Tensor]]:
     return [{name: buffer.clone() for name, buffer in norm.named_buffers(recurse=False)} for norm in norms]
 
 
-def _put_back(norms: list[_BatchNorm], kept: list[dict[str, Tensor]]) -> None:
+def _put_back(norms: Sequence[_BatchNorm], kept: Sequence[dict[str, Tensor]]) -> None:
     with torch.no_grad():
         for norm, buffers in zip(norms, kept, strict=True):
             for name, buffer in buffers.items():

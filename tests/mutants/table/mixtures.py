@@ -59,7 +59,12 @@ MUTANTS = [
     *of(
         "prediction/view.py",
         "test_swag.py",
-        ("every batch starts anew", "if norm not in reached:", "if True:", "every_sample"),
+        (
+            "the last batch counts most",
+            "norm.momentum, norm.training = None, True",
+            "norm.training = True",
+            "every_sample",
+        ),
         (
             "the model loses its own statistics",
             "finally:\n        _put_back(norms, kept)",

@@ -157,7 +157,7 @@ MUTANTS = [
         "test_prediction.py test_regression.py",
         ("entropies are not averaged", "entropies / count,", "entropies,", "adds_up"),
         ("the largest for the average", "torch.logaddexp(log_sum,", "torch.maximum(log_sum,", "average_is"),
-        ("noise is not averaged", "(self.noise[batch] / count).sqrt()", "self.noise[batch].sqrt()", "heteroscedastic"),
+        ("noise is not averaged", "mean + delta / (count + 1)", "mean + delta", "heteroscedastic"),
     ),
     *of(
         "prediction/regression.py",
@@ -169,9 +169,9 @@ MUTANTS = [
     *of(
         "prediction/active.py",
         "test_deciding.py",
-        ("information without its half", "torch.log1p(ratio) / 2", "torch.log1p(ratio)", "information"),
+        ("information without its half", "_noise(predictive)) / 2", "_noise(predictive))", "information"),
         ("what is known counts again", "rest = rest - u @", "rest = rest - 0 * u @", "diverse or copy"),
-        ("deviations without p", " / scale.clamp_min(1e-30).sqrt()", "", "twice"),
+        ("deviations without p", " / scale.clamp_min(TINY).sqrt()", "", "twice"),
     ),
     *of(
         "prediction/gaussian.py",
