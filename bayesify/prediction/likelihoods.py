@@ -66,10 +66,7 @@ class Likelihood(ABC):
         return found.flatten(1).sum(1) if found.dim() > 1 else found
 
     def mixture_nll(self, outputs: Tensor, target: Any) -> Tensor:
-        """Return -log 1/S sum_s p_s(y) summed over each example's items, (examples,), for outputs (S, examples, ...).
-
-        Items are taken one by one, as the scores of a prediction do.
-        """
+        """Return -log 1/S sum_s p_s(y) of every item, summed over each example's, for outputs (S, examples, ...)."""
         each = torch.stack([self.item_losses(sample, target).cpu().double() for sample in outputs])
         mixed = math.log(len(each)) - torch.logsumexp(-each, 0)
         return mixed.flatten(1).sum(1) if mixed.dim() > 1 else mixed
@@ -156,7 +153,7 @@ class Regression(Likelihood):
         self.estimated = noise_var is None
         if not all(math.isfinite(v) and v > 0 for v in values) or not (values or self.estimated):
             raise ValueError(f"noise_var must be finite and > 0, or None to estimate it, got {noise_var!r}")
-        self.noise_var: float | tuple[float, ...] | None = None if self.estimated else _one_or_all(values)
+        self.noise_var: float | tuple[float, ...] | None = values[0] if len(values) == 1 else tuple(values) or None
         self.residuals = Residuals()
 
     @property
@@ -168,10 +165,9 @@ class Regression(Likelihood):
         """Return v, which broadcasts to outputs (examples, ...)."""
         if not isinstance(self.noise_var, tuple):
             return outputs.new_full((), self.noise_var or 1.0)
-        if outputs[0].numel() != len(self.noise_var):
-            raise ValueError(
-                f"noise_var has {len(self.noise_var)} variances, the model {outputs[0].numel()} outputs per example"
-            )
+        count, outs = len(self.noise_var), outputs[0].numel()
+        if outs != count:
+            raise ValueError(f"noise_var has {count} variances, the model {outs} outputs per example")
         return torch.tensor(self.noise_var, dtype=outputs.dtype).to(outputs.device).view(outputs.shape[1:])
 
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
@@ -208,12 +204,8 @@ class Regression(Likelihood):
         found = (squares / self.residuals.count).tolist() if isinstance(squares, Tensor) else []
         if not found or not all(v > 0 for v in found):
             raise ValueError("all residuals are 0: the noise is unknown; pass likelihood=Regression(noise_var=...)")
-        self.noise_var = _one_or_all(found)
+        self.noise_var = found[0] if len(found) == 1 else tuple(found)
         return found[0] ** (-1 if curvature == "ggn" else -2) if len(found) == 1 else 1.0
-
-
-def _one_or_all(values: Sequence[float]) -> float | tuple[float, ...]:
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 class Heteroscedastic(Likelihood):
@@ -285,40 +277,25 @@ class Given(Likelihood):
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        self._takes_logits = False
 
     def losses(self, output: Any, target: Any) -> Tensor:
-        """Return one value per example."""
-        if isinstance(output, Tensor) or self._takes_logits:
-            return _checked(self.loss(logits_of(output), target), target, dims=1)
+        """Return one value per example, of what the model returned or of its logits."""
+        tensor = isinstance(output, Tensor)
         try:
             found = self.loss(output, target)
-        except (TypeError, AttributeError):
-            found = self.loss(logits_of(output), target)
-            self._takes_logits = True
+        except (AttributeError, TypeError) as error:
+            if tensor and isinstance(error, TypeError):
+                raise
+            found = self.loss(SimpleNamespace(logits=output) if tensor else logits_of(output), target)
         return _checked(found, target, dims=1)
 
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:
         """Return the losses for a tensor of logits, whatever object the model returns them in."""
-        try:
-            return self.losses(outputs, target)
-        except AttributeError:
-            if self._takes_logits:
-                raise
-            return self.losses(SimpleNamespace(logits=outputs), target)
+        return self.losses(outputs, target)
 
     def roots(self, outputs: Tensor, target: Any, generator: torch.Generator) -> list[Tensor]:
         """Return the columns of S with S S^T = H, found by differentiating twice, or S times random signs."""
-        outputs = outputs.detach()
-        columns = self._hessian_roots(outputs, target)
-        if outputs[0].numel() <= FEW_OUTPUTS:
-            return [root.view_as(outputs) for root in columns.unbind(-1)]
-        signs = _signs(columns[..., 0], generator)
-        return [root.view_as(outputs) for root in torch.einsum("nik,dnk->dni", columns, signs) / DRAWS**0.5]
-
-    def _hessian_roots(self, outputs: Tensor, target: Any) -> Tensor:
-        """Return S with S S^T = H for every example, (examples, outputs, outputs)."""
-        count = outputs[0].numel()
+        outputs, count = outputs.detach(), outputs[0].numel()
         if count > MOST_OUTPUTS:
             raise ValueError(
                 f"curvature='ggn' differentiates a loss of its own kind twice, for at most {MOST_OUTPUTS} outputs per "
@@ -336,8 +313,11 @@ class Given(Likelihood):
         values, vectors = torch.linalg.eigh(hessian)
         if bool((values < -1e-4 * values.abs().amax(-1, keepdim=True)).any()):
             raise ValueError("curvature='ggn' needs a loss that is convex in the model's output; use curvature='ef'")
-        roots: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-        return roots.to(outputs)
+        columns = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).to(outputs)
+        if count <= FEW_OUTPUTS:
+            return [root.view_as(outputs) for root in columns.unbind(-1)]
+        signs = _signs(columns[..., 0], generator)
+        return [root.view_as(outputs) for root in torch.einsum("nik,dnk->dni", columns, signs) / DRAWS**0.5]
 
 
 def _checked(losses: Any, target: Any, *, dims: int | None = None) -> Tensor:

@@ -1,8 +1,7 @@
 """Predict with the posterior: the same few models on all the data, averaged.
 
-Samples are the outer loop, so that n draws cost n draws. Each batch comes under all pinned draws in turn where the data
-can be read only once or in another order each time, and where a part of the model has no posterior: that part is then
-computed once per batch. The members of a mixture take turns, and their predictions are averaged.
+Samples are the outer loop, so that n draws cost n draws. Batches are where the data can be read only once or in another
+order each time, and where a part of the model has no posterior: that part is then computed once per batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,18 +107,17 @@ def predict(
         seed: Which samples; the same as `samples(model, n, seed)`. None takes one number from torch's global generator,
             where there is anything to sample.
         task: "classification", "regression", "heteroscedastic" or "multilabel", the likelihoods of `fit_laplace`. None
-            is that of the fit, or else "classification". The classes are the last dimension of outputs (N, K), the
-            second of four dimensions and more, as segmentation gives them, and of three dimensions the last one
-            ("tokens", and the logits of Hugging Face's outputs) or the one that the labels lack. The noise of a
-            regression is that of `fit_laplace`, if it found one, or what the prediction's `with_noise` is given;
-            "heteroscedastic" outputs are means and log variances, in halves of the last dimension.
+            is that of the fit, or else "classification". The classes are the last of two dimensions, the second of four
+            and more, and of three the last ("tokens", and the logits of Hugging Face's outputs) or the one that the
+            labels lack. The noise of a regression is that of `fit_laplace`, if it found one, or what `with_noise` of
+            the prediction is given; "heteroscedastic" outputs are means and log variances, in halves.
         linear: Whether to read the model linearly in its weights, f(x, m) + J(x) (theta - m), with the derivative by
             `torch.func.jvp`; in closed form where there are few outputs and `samples` is None. None does so for a
             regression that `fit_laplace` fitted, whose Gaussian belongs to that linear model.
         progress: Whether to show a progress bar.
         keep_samples: Whether to keep the outputs of every sample; False needs less memory.
-        update_bn: Training data, as `data`, from which the statistics of BatchNorm layers are computed for every sample
-            before it predicts: those of training belong to other weights. The model keeps its own.
+        update_bn: Training data, as `data`, from which BatchNorm statistics are computed for every sample: those of
+            training belong to other weights. The model keeps its own.
 
     Returns:
         The predictive distribution, on the CPU.
@@ -155,12 +153,11 @@ def predict(
     members = members[:1] if samples == 0 else members
     check_averaged(model)
     warn_of_mistakes(scopes, spread=samples != 0)
-    refresh = None
     if update_bn is None:
         warn_where_stale(model, scopes)
-    else:
-        training = as_batches(update_bn)
-        refresh = partial(run_through, batches=list(training) if isinstance(training, Iterator) else training)
+    elif isinstance(update_bn := as_batches(update_bn), Iterator):
+        update_bn = list(update_bn)
+    refresh = None if update_bn is None else partial(run_through, batches=update_bn)
     watch, task = Watch.of(model), task or task_of(model, scopes)
     run = Run(model, scopes, members, task, keep_samples, progress, refresh, linear, watch)
     if not rereadable(batches):
@@ -223,13 +220,9 @@ class Run:
         wanted = self.task == "regression" and all(scope.method.linear for scope in scopes)
         return wanted if self.linear is None else self.linear
 
-    def linearized(self, number: int) -> Linearized:
-        """Return a member as a linear function of its weights."""
-        return Linearized(member_of(self.model, number), self.members[number])
-
     def linearly(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> Found:
         """Average over the linear model's outputs for the draws of these seeds, in one reading of the data."""
-        reader, device = self.linearized(number), device_of(self.model)
+        reader, device = Linearized(member_of(self.model, number), self.members[number]), device_of(self.model)
         directions = [reader.directions(Mode(draw=Draw(s, pinned=True), member=number)) for s in seeds]
         tally, labels, places = TALLIES[self.task](keep=self.keep), list[Any](), LabelPlaces(reader.plain)
         with torch.no_grad(), self.bar(batches) as bar:
@@ -274,23 +267,32 @@ class Run:
                             tally.classes = classes_at(logits, labels[i], last=last)
                         tally.add(i, logits)
                         bar.update()
-        return self.finished(number, tally, [labels[i] for i in sorted(labels)], len(seeds))
+        return self.finished(number, tally, list(labels.values()), len(seeds))
 
     def in_closed_form(self, number: int, batches: Iterable[Any]) -> tuple[Found | None, Iterable[Any]]:
-        """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning."""
-        for way in self.closed_forms(number):
-            for scope in self.scopes:
-                scope.method.check_ready(scope.posteriors)
-            tally, source, labels = TALLIES[self.task](keep=self.keep), iter(batches), list[Any]()
+        """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning.
+
+        Each way yields outputs in mean mode, their distributions and the labels, or raises a NotLastError.
+        """
+        scopes, kind = self.members[number], TALLIES[self.task]
+        ways: list[Callable[[nn.Module, Iterable[Any]], Iterator[Exactly]]] = []
+        form = scopes[0].method.closed_form(scopes[0]) if len(scopes) == 1 else None
+        if form is not None and kind in (ClassificationTally, RegressionTally):
+            ways.append(partial(self.by_last_layer, number, form))
+        if self.reads_linearly(number) and kind is RegressionTally:
+            ways.append(lambda _, batches: Linearized(member_of(self.model, number), scopes).gaussians(batches))
+        for scope in self.scopes if ways else ():
+            scope.method.check_ready(scope.posteriors)
+        for way in ways:
+            tally, source, labels = kind(keep=self.keep), iter(batches), list[Any]()
             assert isinstance(tally, (ClassificationTally, RegressionTally))
             first = next(source, None)
             if first is None:
                 raise ValueError(EMPTY)
-            mode = MEAN._replace(member=number)
             try:
                 with (
                     views(self.model) as (own,),
-                    own_statistics(own, self.refresh, self.scopes, mode),
+                    own_statistics(own, self.refresh, self.scopes, MEAN._replace(member=number)),
                     self.bar(batches) as bar,
                 ):
                     for i, (output, logits, target) in enumerate(way(own, chain([first], source))):
@@ -303,18 +305,6 @@ class Run:
                     raise ValueError(f"{error}, not for all batches; give samples=, a number of samples") from None
                 batches = chain([first], source) if source is batches else batches
         return None, batches
-
-    def closed_forms(self, number: int) -> Iterator[Callable[[nn.Module, Iterable[Any]], Iterator[Exactly]]]:
-        """Yield the ways to predict without samples that may do: for a last layer, then for a linear reading.
-
-        Each yields outputs in mean mode, their distributions and the labels, or raises a NotLastError.
-        """
-        scopes, kind = self.members[number], TALLIES[self.task]
-        form = scopes[0].method.closed_form(scopes[0]) if len(scopes) == 1 else None
-        if form is not None and kind in (ClassificationTally, RegressionTally):
-            yield partial(self.by_last_layer, number, form)
-        if self.reads_linearly(number) and kind is RegressionTally:
-            yield lambda _, batches: self.linearized(number).gaussians(batches)
 
     def by_last_layer(self, number: int, form: Any, own: nn.Module, batches: Iterable[Any]) -> Iterator[Exactly]:
         """Yield outputs, distributions and labels where the last layer alone has a spread."""
@@ -351,14 +341,11 @@ class Run:
 
 
 def share(scopes: Sequence[Scope], number: int, members: int, samples: int | None) -> int:
-    """Return how many samples are a member's: its method's, `MOST` at most beside others, or an even part.
-
-    What is left over goes to the first members.
-    """
+    """Return how many samples are a member's: its method's, `MOST` at most beside others, or an even part."""
     if samples is None:
         own = max((scope.method.default_samples(scope.posteriors) for scope in scopes), default=0)
         return own if members == 1 else min(max(own, 1), MOST)
-    return 0 if not scopes else samples // members + (number < samples % members)
+    return 0 if not scopes else samples // members + (number < samples % members)  # the rest is the first members'
 
 
 def task_of(model: nn.Module, scopes: Sequence[Scope]) -> str:

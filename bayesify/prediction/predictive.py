@@ -68,11 +68,7 @@ class Prediction(Judged):
         raise TypeError("a prediction is no array but several; pass its .probs, or take them by name from .numpy()")
 
     def to_pandas(self) -> "DataFrame":
-        """Return a DataFrame with one row per item; items of more than one dimension have an index of as many levels.
-
-        Raises:
-            ImportError: There is no pandas.
-        """
+        """Return a DataFrame with one row per item; more than one dimension is an index of as many levels."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -97,7 +93,8 @@ class Prediction(Judged):
         kept = {name: value.flatten() for name, value in columns if value is not None}
         uncertainty = getattr(self, self._uncertainty).flatten()
         worst = uncertainty.argsort(descending=True, stable=True)[:ROWS].tolist()
-        rows = [[str(i), *(_cell(value[i].item()) for value in kept.values())] for i in worst]
+        numbers = [[i, *(value[i].item() for value in kept.values())] for i in worst]
+        rows = [[f"{n:.4g}" if isinstance(n, float) else str(n) for n in row] for row in numbers]
         below = f"the {len(worst)} most uncertain of {len(uncertainty):,}" if len(uncertainty) > ROWS else ""
         return html_table(("", *kept), rows, above=repr(self), below=below)
 
@@ -116,22 +113,13 @@ class Prediction(Judged):
         return f"{type(self).__name__}({len(self)} examples, {self._details(averaged)}{scores})"
 
 
-def _cell(value: float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Probabilities(Prediction):
     """The average p = 1/S sum_s p_s of categorical distributions; the subclasses say what their categories are."""
 
     _arrays: ClassVar[tuple[str, ...]] = (
-        "probs",
-        "prediction",
-        "entropy",
-        "expected_entropy",
-        "mutual_information",
-        "logits",
-    )
+        "probs", "prediction", "entropy", "expected_entropy", "mutual_information", "logits",
+    )  # fmt: skip
     _average, _uncertainty = "log_probs", "entropy"
 
     log_probs: Tensor

@@ -239,20 +239,21 @@ class Remembered:
         self.calls: deque[Call] = deque(maxlen=CALLS)
         self.misses, self.proved, self.off = 0, False, False
 
-    def __call__(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return what a view's module returns."""
         inputs, nesting = pytree.tree_flatten((args, kwargs))
         if self.off or getattr(_local, "inside", False) or torch.is_grad_enabled() or not _is_plain(inputs):
             return forward(*args, **kwargs)
-        key = nesting, _precision()
+        key = nesting, [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         for call in list(self.calls):
             if call.key == key and _equal(call.inputs, inputs):
                 self.misses = 0
                 outputs = [leaf.value.clone() if isinstance(leaf, Kept) else leaf for leaf in call.outputs]
                 return pytree.tree_unflatten(outputs, call.nesting)
-        found, new = self._run(key, inputs, module, forward, args, kwargs)
+        run = functools.partial(forward, *args, **kwargs)
+        found, new = self._watched(run, module, key, inputs)
         if new is not None and not self.proved:
-            again, same = self._run(key, inputs, module, forward, args, kwargs)
+            again, same = self._watched(run, module, key, inputs)
             self.proved = same is not None and _equal(new.outputs, pytree.tree_flatten(again)[0])
         self.misses += 1
         if new is None or not self.proved or self.misses > PATIENCE:
@@ -265,8 +266,8 @@ class Remembered:
             self.calls.append(new)
         return found
 
-    def _run(
-        self, key: Any, inputs: list[Any], module: nn.Module, forward: Any, args: Any, kwargs: Any
+    def _watched(
+        self, run: Callable[[], Any], module: nn.Module, key: Any, inputs: list[Any]
     ) -> tuple[Any, Call | None]:
         """Run a forward; return its output, and the call if nothing but its inputs can have counted."""
         readers: list[Any] = list({id(p.reader): p.reader for p in self.memory.spread}.values())
@@ -276,7 +277,7 @@ class Remembered:
             now.watched, now.touched = self.memory.spread, False
         _local.inside = True
         try:
-            found = forward(*args, **kwargs)
+            found = run()
         finally:
             _local.inside = False
             for now in threads:
@@ -306,11 +307,6 @@ def _stamp(value: Any, depth: int = 2) -> Any:
     if depth and isinstance(value, (list, tuple, set)):
         return [_stamp(v, depth - 1) for v in value]
     return id(value)
-
-
-def _precision() -> Any:
-    """Return what autocast would compute in."""
-    return [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
 
 def _random_state() -> list[bytes | int]:
@@ -365,15 +361,11 @@ def reusing(model: nn.Module, views: Sequence[nn.Module]) -> Iterator[Memory | N
     for own in views if memory.known else ():
         for module, twin in zip(modules, own.modules(), strict=True):
             if module in memory.known:
-                twin.__dict__["forward"] = _remembering(memory.known[module], twin, twin.forward)
+                twin.__dict__["forward"] = functools.partial(memory.known[module], twin, twin.forward)
     try:
         yield memory if memory.known else None
     finally:
         memory.forget()
-
-
-def _remembering(known: Remembered, twin: nn.Module, forward: Any) -> Any:
-    return lambda *args, **kwargs: known(twin, forward, args, kwargs)
 
 
 def _is_hooked(module: nn.Module) -> bool:
