@@ -27,7 +27,7 @@ from bayesify.prediction.predictive import (
 )
 from bayesify.prediction.regression import RegressionPredictive
 
-Found = Predictive | MultilabelPredictive | RegressionPredictive
+AnyPredictive = Predictive | MultilabelPredictive | RegressionPredictive
 P = TypeVar("P", bound=Prediction)
 C = TypeVar("C", Predictive, MultilabelPredictive)
 
@@ -197,7 +197,7 @@ def concatenated(parts: Sequence[P]) -> P:
     return replace(parts[0], **{n: joined([t[n] for t in each], dim=int(n in BY_SAMPLE)) for n in names})  # type: ignore[arg-type]
 
 
-def gathered(found: Found, places: list[int]) -> Found:
+def gathered(found: AnyPredictive, places: list[int]) -> AnyPredictive:
     """Join the parts of all processes: each item of the data set once, in its order."""
     if len(found) != len(places):
         raise ValueError(
@@ -208,11 +208,11 @@ def gathered(found: Found, places: list[int]) -> Found:
     rows: dict[int, int] = {}
     for row, place in enumerate(chain.from_iterable(own for own, _ in parts)):
         rows.setdefault(place, row)  # samplers repeat items, so that all processes have as many
-    whole: Found = concatenated([part for _, part in parts])
+    whole: AnyPredictive = concatenated([part for _, part in parts])
     return whole[torch.tensor([rows[place] for place in sorted(rows)])]
 
 
-def mixed(parts: Sequence[Found]) -> Found:
+def mixed(parts: Sequence[AnyPredictive]) -> AnyPredictive:
     """Return the mixture of members' predictions, which are of one kind and on the same data."""
     if len(parts) == 1:
         return parts[0]

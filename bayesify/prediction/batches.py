@@ -122,11 +122,7 @@ def is_one_batch(data: Any) -> bool:
 
 
 def as_batches(data: Any) -> Iterable[Any]:
-    """Return data as an iterable of batches: what is one batch becomes a list of it.
-
-    A tuple of two tensors of one length, or such a list whose dimensions or types differ, is an error, whatever the
-    task: it may be (inputs, labels) or two batches of inputs.
-    """
+    """Return data as an iterable of batches; two tensors that may be (inputs, labels) or two batches are an error."""
     if is_one_batch(data):
         return [data]
     rows = hasattr(data, "column_names")  # of Hugging Face's data sets, which are no batches
@@ -152,10 +148,13 @@ def rereadable(batches: Iterable[Any]) -> bool:
     if isinstance(batches, DataLoader):
         if isinstance(batches.dataset, IterableDataset):
             return False
-        order = batches.sampler if batches.batch_sampler is None else batches.batch_sampler
-        # Any other batch sampler may shuffle, whatever it is built on.
+        order = _order_of(batches)  # any other batch sampler may shuffle, whatever it is built on
         return isinstance(order.sampler if order.__class__ is BatchSampler else order, SequentialSampler)
     return isinstance(batches, (list, tuple, Readings))
+
+
+def _order_of(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 class VariedError(Exception):
@@ -191,7 +190,7 @@ def own_places(data: Any) -> list[int] | None:
     """
     if not reads_a_part(data):
         return None
-    order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
+    order = _order_of(data)
     if not isinstance(getattr(order, "sampler", order), DistributedSampler):
         whole = getattr(order, "batch_sampler", None)  # Accelerate's BatchSamplerShard is built on that of all
         if not isinstance(getattr(whole, "sampler", None), SequentialSampler):
@@ -203,7 +202,7 @@ def reads_a_part(data: Any) -> bool:
     """Return whether a DataLoader gives this process a part of the data, by a sampler of torch's or Accelerate's."""
     if not ranks.several() or not isinstance(data, DataLoader):
         return False
-    order: Any = data.sampler if data.batch_sampler is None else data.batch_sampler
+    order = _order_of(data)
     inner = getattr(order, "sampler", order)
     count = inner.num_replicas if isinstance(inner, DistributedSampler) else getattr(order, "num_processes", 1)
     return int(count) > 1
@@ -279,10 +278,7 @@ def classes_last(outputs: Tensor) -> Tensor:
 
 
 def classes_at(outputs: Tensor, labels: Any, *, last: bool) -> int:
-    """Return the dimension of the classes: the second of four and more, of three the one that the labels lack.
-
-    `last` says that it is the last of three.
-    """
+    """Return the dimension of the classes: the second of four and more, of three the last or what the labels lack."""
     if outputs.dim() != 3 or last:
         return 1 if outputs.dim() >= 4 else -1
     shape = tuple(labels.shape) if isinstance(labels, (Tensor, np.ndarray)) else None

@@ -90,7 +90,7 @@ def calibrate(
     if target is not None and not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ValueError(f"target must be a positive number of nats, got {target!r}")
     if not is_whole(samples) or samples < 2:
-        raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer say more about themselves")
+        raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer are too noisy")
     given = likelihood_of(likelihood)
     before = [p.calibration for p in posteriors]
     data = as_batches(data)

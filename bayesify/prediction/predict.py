@@ -24,7 +24,7 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_averaged, check_module, plain_name, scopes_of, warn_of_mistakes
-from bayesify.prediction.averages import TALLIES, ClassificationTally, Found, RegressionTally, gathered, mixed
+from bayesify.prediction.averages import TALLIES, AnyPredictive, ClassificationTally, RegressionTally, gathered, mixed
 from bayesify.prediction.batches import (
     LabelPlaces,
     Readings,
@@ -89,7 +89,7 @@ def predict(
     progress: bool = False,
     keep_samples: bool = True,
     update_bn: Any = None,
-) -> Found:
+) -> AnyPredictive:
     """Average a model's predictions over posterior samples, in eval mode and without gradients.
 
     Args:
@@ -192,9 +192,9 @@ class Run:
             return list(batches)
         return batches if self.watch is None else self.watch.follow(batches)
 
-    def over(self, batches: Iterable[Any], samples: int | None, seed: int | None) -> Found:
+    def over(self, batches: Iterable[Any], samples: int | None, seed: int | None) -> AnyPredictive:
         """Average over the members: each in closed form where it has one, else by its share of the samples."""
-        members, exact = len(self.members), dict[int, Found]()
+        members, exact = len(self.members), dict[int, AnyPredictive]()
         for number in range(members) if samples is None else ():
             closed, batches = self.in_closed_form(number, batches)
             if closed is not None:
@@ -220,7 +220,7 @@ class Run:
         wanted = self.task == "regression" and all(scope.method.linear for scope in scopes)
         return wanted if self.linear is None else self.linear
 
-    def linearly(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> Found:
+    def linearly(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> AnyPredictive:
         """Average over the linear model's outputs for the draws of these seeds, in one reading of the data."""
         reader, device = Linearized(member_of(self.model, number), self.members[number]), device_of(self.model)
         directions = [reader.directions(Mode(draw=Draw(s, pinned=True), member=number)) for s in seeds]
@@ -234,7 +234,7 @@ class Run:
                 bar.update()
         return self.finished(number, tally, labels, len(seeds))
 
-    def sampled(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> Found:
+    def sampled(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> AnyPredictive:
         """Average over the draws of these seeds; without any, use the mean."""
         if seeds and self.reads_linearly(number):
             return self.linearly(number, batches, seeds)
@@ -269,7 +269,7 @@ class Run:
                         bar.update()
         return self.finished(number, tally, list(labels.values()), len(seeds))
 
-    def in_closed_form(self, number: int, batches: Iterable[Any]) -> tuple[Found | None, Iterable[Any]]:
+    def in_closed_form(self, number: int, batches: Iterable[Any]) -> tuple[AnyPredictive | None, Iterable[Any]]:
         """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning.
 
         Each way yields outputs in mean mode, their distributions and the labels, or raises a NotLastError.
@@ -329,11 +329,11 @@ class Run:
             total = None
         return tqdm(total=total, desc="predict", unit="batch", disable=not self.progress)
 
-    def finished(self, number: int, tally: Any, labels: Sequence[Any], samples: int, **how: bool) -> Found:
+    def finished(self, number: int, tally: Any, labels: Sequence[Any], samples: int, **how: bool) -> AnyPredictive:
         """Return a member's prediction; that of a regression with the noise that was learned or found by a fit."""
         if not labels:
             raise ValueError(EMPTY)
-        found: Found = tally.finish(samples, labels, **how)
+        found: AnyPredictive = tally.finish(samples, labels, **how)
         if not isinstance(found, RegressionPredictive) or self.task != "regression":
             return found
         noise = noise_of(member_of(self.model, number), self.members[number])
@@ -362,7 +362,7 @@ def is_plain(model: nn.Module) -> bool:
     return not any(isinstance(module, Posterior) for module in model.modules())
 
 
-def _check_finite(model: nn.Module, found: Found) -> None:
+def _check_finite(model: nn.Module, found: AnyPredictive) -> None:
     """Raise where a prediction is NaN because a weight is not finite, and name the first."""
     if not bool((found.mean if isinstance(found, RegressionPredictive) else found.log_probs).isnan().any()):
         return

@@ -291,7 +291,7 @@ class Predictive(Probabilities):
             expected_entropy=self.expected_entropy.flatten()[kept],
             logits=None if self.logits is None else self.logits.flatten(1, -2)[:, kept],
             labels=None if self.labels is None else self.labels.flatten()[kept],
-            **self.judged_at(torch.arange(len(self)).repeat_interleave(self.entropy[:1].numel())[kept]),
+            **self.judged_at(torch.arange(len(self)).repeat_interleave(self.expected_entropy[:1].numel())[kept]),
         )
 
     def _columns(self) -> dict[str, Tensor | None]:
