@@ -7,7 +7,7 @@ known there by numbers that are tensors, so that one graph serves equal models, 
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,15 +42,6 @@ class Draw:
         """Drop the thetas that were kept."""
         self.kept.clear()
         self.parts.clear()
-
-    def all_thetas(self, posteriors: Iterable[Posterior]) -> dict[Posterior, Tensor]:
-        """Return the thetas that are drawn at the start of an outermost forward.
-
-        Accelerators draw here, in one grouped launch. On a CPU each read draws its own tensor, which is then in the
-        cache; so do shards, which are gathered when their module runs, and what torch.func transforms.
-        """
-        here = [p for p in posteriors if p.layout is None and p.original.device.type not in ("cpu", "meta")]
-        return {} if transformed() else {p: self.theta(p, p.original) for p in here}
 
     def theta(self, posterior: Posterior, original: Tensor) -> Tensor:
         """Return this draw's theta of one posterior."""
@@ -119,16 +110,10 @@ def _seeding(name: str, arguments: str, seed: Callable[..., int]) -> Any:
     return getattr(torch.ops.bayesify, name).default
 
 
-def _forward_seed(scope: Tensor, whole: bool) -> int:
-    return int(known_by(scope).compiled_seed(whole=whole))
-
-
-def _block_seed(seed: int | None) -> int:
-    return draw_seeds(1, seed)[0]
-
-
-training_seed_of = _seeding("training_seed", "Tensor scope, bool whole", _forward_seed)
-sample_seed = _seeding("sample_seed", "SymInt? seed", _block_seed)
+training_seed_of = _seeding(
+    "training_seed", "Tensor scope, bool whole", lambda scope, w: known_by(scope).compiled_seed(w)
+)
+sample_seed = _seeding("sample_seed", "SymInt? seed", lambda seed: draw_seeds(1, seed)[0])
 
 
 def in_one_operation(posterior: Posterior, original: Tensor) -> bool:
@@ -151,9 +136,7 @@ def in_one_operation(posterior: Posterior, original: Tensor) -> bool:
 
 
 @torch.library.custom_op(
-    "bayesify::draw",
-    mutates_args=(),
-    schema="(Tensor posterior, Tensor seed, Tensor[] tensors) -> Tensor",
+    "bayesify::draw", mutates_args=(), schema="(Tensor posterior, Tensor seed, Tensor[] tensors) -> Tensor"
 )
 def draw(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> Tensor:
     """Draw theta, of the mean and what else is learnable (see `Sampled`)."""

@@ -2,10 +2,8 @@
 
 Hooks on every module tell the model's `Scope` where a forward begins and ends. The outermost one opens a `Frame`, which
 holds a draw; reads look their theta up in it. A forward of the root always opens a frame of its own. A module that is
-called alone is its own outermost forward, and so is a read outside of every forward.
-
-Inside a backward pass a forward is a recomputation, and reads what the forward that it repeats has read. In compiled
-code the draw's seed is a tensor, so that one graph serves all draws.
+called alone is its own outermost forward, and so is a read outside of every forward. Inside a backward pass a forward
+is a recomputation, and reads what the forward that it repeats has read.
 """
 
 import copy
@@ -26,6 +24,7 @@ from bayesify.core.method import Method
 from bayesify.core.modes import BY_TRAINING_FLAG, REMEMBERED_FORWARDS, Buffers, Mode, Past, Record, block_of, node_count
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import Remaking, agree, shared_seed, training_seed
+from bayesify.engine.dispatch import transformed
 
 OURS = (parametrize.ParametrizationList, Posterior)  # no modules of the model's own
 FORWARD = 8  # calls between a line that calls a model and a warning in its forward: hooks, and torch's own
@@ -91,7 +90,8 @@ class Scope:
         self.penalized = all(p.flat for p in posteriors)  # whether a penalty was computed, or need not be
         self.starts_at_prior = False  # whether the means were the prior means when `bayesify` was called
         self.frozen: tuple[str, ...] = ()  # the parameters without a posterior since they were frozen then
-        self.told: set[str] = set()  # the kinds of warnings that were given
+        self.warned: set[str] = set()  # the kinds of warnings that were given
+        self.stale_statistics = False  # whether the mean has moved since BatchNorm's statistics were computed
         self.scores: dict[str, float] = {}  # of an evaluation, for the model card
         self._reset()
 
@@ -114,7 +114,7 @@ class Scope:
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
         copied.step_draw = copied.replica_of = None
         copied.penalized = True  # nobody knows what a copy is for
-        copied.told, copied.scores = set(self.told), dict(self.scores)
+        copied.warned, copied.scores = set(self.warned), dict(self.scores)
         copied._reset()
         return copied
 
@@ -205,8 +205,11 @@ class Scope:
             mode = Mode(draw=self.step_draw or Draw(self._fresh_seed(), fresh=True))
         self.buffers.put(self.root, start=mode.start)
         frame = Frame(mode, start)
-        if mode.draw is not None and not isinstance(module, Posterior):
-            frame.thetas.update(mode.draw.all_thetas(p for p in inside if self._draws(mode, p) and not p.particles))
+        if mode.draw is not None and not isinstance(module, Posterior) and not transformed():
+            # An accelerator draws all at once. On a CPU a read draws its own tensor, which is then in the cache.
+            drawn = (p for p in inside if p.layout is None and p.original.device.type not in ("cpu", "meta"))
+            here = [p for p in drawn if self._draws(mode, p) and not p.particles]
+            frame.thetas.update({p: mode.draw.theta(p, p.original) for p in here})
         return frame
 
     def _begin_compiled(self, module: nn.Module) -> Frame:
@@ -220,7 +223,7 @@ class Scope:
         frame.stack.append(module)
         return frame
 
-    def compiled_seed(self, *, whole: bool) -> int:
+    def compiled_seed(self, whole: bool) -> int:
         """Return the seed of a training forward in compiled code, of the whole model or of a part, when it runs."""
         node = torch._C._current_autograd_node()
         if node is None:
@@ -331,7 +334,7 @@ class Scope:
         """Warn, once, where a forward finds that a module with posteriors was replaced; a lookup for each child."""
         if any(children.get(name) is not child for children, name, child in self.links):
             self.links = []
-        if not self.links and self.root is not None and "replaced" not in self.told:
+        if not self.links and self.root is not None and "replaced" not in self.warned:
             self.warn_of_replaced(self.root.modules(), FORWARD)
             self.links = [
                 (module._modules, name, child)
@@ -342,9 +345,9 @@ class Scope:
             ]
 
     def warn_of_replaced(self, modules: Iterable[nn.Module], level: int = 4) -> None:
-        """Warn, once, where a module with posteriors is not among those of the model, `level` calls above this one."""
-        if "replaced" not in self.told and (why := self.replaced(modules)):
-            self.told.add("replaced")
+        """Warn, once and `level` calls above, where a module with posteriors is not among those of the model."""
+        if "replaced" not in self.warned and (why := self.replaced(modules)):
+            self.warned.add("replaced")
             warnings.warn(why, stacklevel=level)
 
     def replaced(self, modules: Iterable[nn.Module]) -> str | None:
@@ -362,8 +365,8 @@ class Scope:
     def warn_in_eval(self) -> None:
         """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""
         sampled = [p for p in self.posteriors if p.stochastic and p.random]
-        if sampled and "eval" not in self.told and block_of(self) is None and not any(map(self.trains, sampled)):
-            self.told.add("eval")
+        if sampled and "eval" not in self.warned and block_of(self) is None and not any(map(self.trains, sampled)):
+            self.warned.add("eval")
             warnings.warn(
                 "the model is in eval mode, so its loss is that of the posterior mean, and the spread learns from the "
                 "prior alone; call model.train() before training",

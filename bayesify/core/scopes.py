@@ -61,7 +61,7 @@ def scopes_of(model: nn.Module) -> list[Scope]:
 
 
 def root_of(model: nn.Module) -> tuple[nn.Module, Scope]:
-    """Return the one bayesified model inside a module, and its scope."""
+    """Return the one bayesified model inside a module, ready to be saved, and its scope."""
     check_module(model)
     roots = [m for m in model.modules() if "_bayesify_scope" in m.__dict__]
     if not roots:
@@ -308,7 +308,9 @@ def mistakes(scope: Scope, *, spread: bool = True) -> dict[str, str]:
             f"the spread of the posterior was never trained: {posteriors[0].untrained}, so samples hardly differ from "
             "the mean, or say nothing about the data"
         )
-    if not scope.penalized and any(_trained(p, scope) for p in posteriors):
+    unpenalized = posteriors if scope.starts_at_prior and not scope.penalized else []
+    ends = ((part(p.original), part(p.prior_center)) for p in unpenalized)
+    if any(mean.shape == center.shape and not torch.equal(mean, center) for mean, center in ends):
         found["penalty"] = (
             "no penalty was ever computed, though the model was trained: add bayesify.penalty(model, num_data) to the "
             "loss (with Hugging Face's Trainer use bayesify.integrations.huggingface.BayesTrainer, which does)"
@@ -326,8 +328,8 @@ def warn_of_mistakes(scopes: Sequence[Scope], *, spread: bool = True, stacklevel
     """Warn of the mistakes that models show, of each kind once per model."""
     for scope in scopes:
         for kind, text in mistakes(scope, spread=spread).items():
-            if kind not in scope.told:
-                scope.told.add(kind)
+            if kind not in scope.warned:
+                scope.warned.add(kind)
                 warnings.warn(text, stacklevel=stacklevel)
 
 
@@ -342,12 +344,6 @@ def check_averaged(model: nn.Module) -> None:
                     "what it was when the average began; average a model of another method ('vi', 'mc_dropout', or "
                     "'la', fitted after), use 'swag', which is an average itself, or predict with the model"
                 )
-
-
-def _trained(posterior: Posterior, scope: Scope) -> bool:
-    """Return whether the mean has left the prior mean that it started at."""
-    mean, center = part(posterior.original), part(posterior.prior_center)
-    return scope.starts_at_prior and center.shape == mean.shape and not torch.equal(mean, center)
 
 
 def _not_finite(scope: Scope) -> str | None:

@@ -179,7 +179,7 @@ def unbayesify(model: M, to: str = "mean") -> M:
     Classes, parameter names and order, parameter identity and hooks are as before `bayesify`.
 
     Args:
-        model: A bayesified model, or a module that contains some. Of a mixture the first member, or one by chance.
+        model: A bayesified model, or a module that contains some. Of a mixture the first member, or a random one.
         to: What the weights become: "mean", the posterior mean, or "sample", one draw.
 
     Returns:

@@ -22,7 +22,6 @@ from bayesify.core.scopes import named_posteriors
 from bayesify.core.stored import Kept
 from bayesify.engine.noise import name_key
 from bayesify.methods.cycles import Stages
-from bayesify.prediction.view import STALE
 
 SHARED = name_key("swag/shared")
 
@@ -118,7 +117,7 @@ class SWAGPosterior(CollectedPosterior):
         """Add the parameter's present value to the moments, and keep it in place of the oldest."""
         super().collect()
         if self.reader is not None:
-            self.reader.told.add(STALE)
+            self.reader.stale_statistics = True
         theta = self.original.detach()
         theta = theta.to(state_dtype(theta)).clone(memory_format=torch.contiguous_format).unsqueeze(0)
         if self.iterates is None or len(self.iterates) < self.most:

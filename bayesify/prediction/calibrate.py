@@ -27,7 +27,7 @@ from bayesify.prediction.batches import as_batches, own_places, rereadable, run_
 from bayesify.prediction.likelihoods import Classification, Likelihood, Regression, found_likelihood, likelihood_of
 from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
-from bayesify.prediction.view import STALE, estimating, norms_in
+from bayesify.prediction.view import estimating, norms_in
 from bayesify.quality.regression import fit_noise
 
 logger = logging.getLogger("bayesify")
@@ -270,7 +270,7 @@ def update_bn(
                 fix = "pass a list or a DataLoader" if turn else "pass a non-empty loader"
                 raise ValueError(f"no batches are left for sample {turn + 1}; {fix}")
     for scope in scopes:
-        scope.told.discard(STALE)
+        scope.stale_statistics = False
     return model
 
 

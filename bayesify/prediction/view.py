@@ -29,7 +29,6 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.reading import Scope, scope_behind
 
 CONTAINERS = (list, tuple, dict, set, OrderedDict)
-STALE = "statistics are another's"  # in `Scope.told`: the mean has moved since the statistics were computed
 
 
 def can_be_viewed(model: nn.Module) -> bool:
@@ -144,10 +143,10 @@ def norms_in(model: nn.Module) -> list[_BatchNorm]:
 
 def warn_where_stale(model: nn.Module, scopes: Sequence[Scope]) -> None:
     """Warn, once, where a posterior's mean is not the weights that the statistics were computed with."""
-    stale = [scope for scope in scopes if STALE in scope.told]
+    stale = [scope for scope in scopes if scope.stale_statistics]
     if stale and norms_in(model):
         for scope in stale:
-            scope.told.discard(STALE)
+            scope.stale_statistics = False
         warnings.warn(
             "the model's BatchNorm statistics are those of its last iterate, not of the posterior's mean or samples; "
             "call predict(..., update_bn=train_loader), or bayesify.integrations.vision.update_bn(model, train_loader)",
