@@ -111,7 +111,7 @@ def _seeding(name: str, arguments: str, seed: Callable[..., int]) -> Any:
 
 
 training_seed_of = _seeding(
-    "training_seed", "Tensor scope, bool whole", lambda scope, w: known_by(scope).compiled_seed(w)
+    "training_seed", "Tensor scope, bool whole", lambda scope, whole: known_by(scope).compiled_seed(whole)
 )
 sample_seed = _seeding("sample_seed", "SymInt? seed", lambda seed: draw_seeds(1, seed)[0])
 
@@ -154,21 +154,21 @@ def _(posterior: Tensor, seed: Tensor, tensors: list[Tensor]) -> Tensor:
 @torch.library.custom_op(
     "bayesify::pull",
     mutates_args=(),
-    schema="(Tensor posterior, Tensor seed, Tensor grad, Tensor[] tensors) -> Tensor[]",
+    schema="(Tensor posterior, Tensor seed, Tensor g, Tensor[] tensors) -> Tensor[]",
 )
-def pull(posterior: Tensor, seed: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def pull(posterior: Tensor, seed: Tensor, g: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Pull the gradient of theta back to the mean and what else is learnable."""
     own, (mean, *learned) = known_by(posterior), tensors
     with torch.no_grad(), holding(own, tuple(learned)):
-        found = own.calibrated_pullback(mean, int(seed), grad)
+        found = own.calibrated_pullback(mean, int(seed), g)
     return [
-        torch.zeros_like(t) if g is None else g.clone(memory_format=torch.contiguous_format) if g is grad else g
-        for t, g in zip(tensors, found, strict=True)
+        torch.zeros_like(t) if f is None else f.clone(memory_format=torch.contiguous_format) if f is g else f
+        for t, f in zip(tensors, found, strict=True)
     ]
 
 
 @pull.register_fake
-def _(posterior: Tensor, seed: Tensor, grad: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def _(posterior: Tensor, seed: Tensor, g: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     return [torch.empty_like(t) for t in tensors]
 
 

@@ -22,7 +22,7 @@ from bayesify.core.draws import known_by
 from bayesify.core.posterior import Posterior, Step, check_versions, holding
 from bayesify.core.prior import Energy, Part, host, nearest, scaled, squares, state_dtype, step_size, sums, wide
 from bayesify.core.reading import Scope
-from bayesify.core.scopes import NOISE, check_num_data, scopes_of
+from bayesify.core.scopes import NOISE, check_num_data, scopes_of, warn_in_eval
 from bayesify.engine.dispatch import functional
 
 
@@ -53,7 +53,7 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
     for scope in scopes:
         scope.penalized = True
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            scope.warn_in_eval()
+            warn_in_eval(scope)
         found = [p for p in scope.posteriors if p in inside and not p.flat]
         if found:
             terms = Terms(found, scope.method.scale(num_data), *pull_of(scope, found))

@@ -362,17 +362,6 @@ class Scope:
             "what has taken its place is not Bayesian. Replace modules first: unbayesify(model), replace, bayesify"
         )
 
-    def warn_in_eval(self) -> None:
-        """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""
-        sampled = [p for p in self.posteriors if p.stochastic and p.random]
-        if sampled and "eval" not in self.warned and block_of(self) is None and not any(map(self.trains, sampled)):
-            self.warned.add("eval")
-            warnings.warn(
-                "the model is in eval mode, so its loss is that of the posterior mean, and the spread learns from the "
-                "prior alone; call model.train() before training",
-                stacklevel=3,
-            )
-
 
 def _no_grad_wanted(posterior: Posterior, original: Tensor) -> bool:
     """Return whether a theta without gradient will do."""

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from bayesify.core.distributed import follow, part, rest
 from bayesify.core.draws import Draw
-from bayesify.core.modes import MEAN, PRIOR, Mode, TracedBlock, one_draw, override
+from bayesify.core.modes import MEAN, PRIOR, Mode, TracedBlock, block_of, one_draw, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import RATE, step_size, wide
 from bayesify.core.ranks import draw_seeds, is_whole
@@ -331,6 +331,18 @@ def warn_of_mistakes(scopes: Sequence[Scope], *, spread: bool = True, stacklevel
             if kind not in scope.warned:
                 scope.warned.add(kind)
                 warnings.warn(text, stacklevel=stacklevel)
+
+
+def warn_in_eval(scope: Scope) -> None:
+    """Warn, once, where a penalty with gradients meets a model that eval() keeps from sampling."""
+    sampled = [p for p in scope.posteriors if p.stochastic and p.random]
+    if sampled and "eval" not in scope.warned and block_of(scope) is None and not any(map(scope.trains, sampled)):
+        scope.warned.add("eval")
+        warnings.warn(
+            "the model is in eval mode, so its loss is that of the posterior mean, and the spread learns from the "
+            "prior alone; call model.train() before training",
+            stacklevel=3,
+        )
 
 
 def check_averaged(model: nn.Module) -> None:
