@@ -188,7 +188,8 @@ def _is_by_pattern(value: Any) -> bool:
 def _sig(candidate: Candidate, value: Any) -> float:
     """Return a prior scale: a valid number, or one relative to the parameter where there is none."""
     if value is None:
-        return relative_sig(candidate.param, candidate.fan_in)
+        sig = relative_sig(candidate.param, candidate.fan_in)  # of weights that may not be finite, unlike the mean
+        return sig if math.isfinite(sig) else relative_sig(candidate.param.new_zeros(1), candidate.fan_in)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"prior_sig must be None, a number, or a mapping from patterns to these, got {value!r}")
     if not 0 < float(value) < math.inf:
