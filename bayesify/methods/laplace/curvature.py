@@ -39,15 +39,10 @@ class Layer(NamedTuple):
 
 
 class Curvature:
-    """Sums sum_n g_n^2 of some parameters, and the Kronecker factors of others.
+    """Sums sum_n g_n^2 of parameters, and for `pairs` of a weight and its bias or None Kronecker factors if it can.
 
     A = sum a a^T over the rows a that a layer is applied to, and B is the mean of d d^T over the gradients d of the
     same rows.
-
-    Args:
-        model: The model.
-        params: The parameters by name.
-        pairs: The weights that get Kronecker factors where they can, each with the name of its bias or None.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesify.core.distributed import Layout, on_shard, part_of
+from bayesify.core.distributed import on_shard, over_processes, part_of
 from bayesify.core.prior import deviation, wide
 from bayesify.methods.laplace.method import Kron, LaplacePosterior
 from bayesify.prediction.likelihoods import Regression
@@ -41,6 +41,12 @@ class Fitted(NamedTuple):
         """The curvature in its eigenbases; None where there is none, and for a bias that is in its weight's."""
         return None if self.weight is not None else self.h.curvature() if isinstance(self.h, Kron) else self.h
 
+    def scaled(self, ratio: float) -> "Fitted":
+        """Return the parameter with its curvature times a ratio."""
+        if isinstance(self.h, Kron):
+            return self._replace(h=self.h._replace(left_values=self.h.left_values * ratio))
+        return self._replace(h=None if self.h is None else self.h * ratio)
+
     def spread(self, factor: float) -> None:
         """Give the posterior its variances for the prior's scale times `factor`."""
         with on_shard(self.posterior) as own:
@@ -66,7 +72,7 @@ def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
     curvature, of Kronecker factors in their eigenbases, and sigma the prior's scale times `factor`. Flat priors and
     parameters without curvature have no part in it.
     """
-    sums: dict[Layout | None, float] = {}
+    found = []
     for one in fitted:
         posterior, values, layout = part_of(one.posterior), one.values, one.posterior.layout
         if one.h is None or posterior.flat:
@@ -77,9 +83,8 @@ def log_evidence(fitted: Sequence[Fitted], factor: float) -> float:
         if values is not None:
             holders = layout.size if layout is not None and isinstance(one.h, Kron) else 1  # of the same eigenvalues
             value -= float((values.to(wide(values)) + posterior.damping).mul_(sig * sig).log1p_().sum()) / 2 / holders
-        group = None if layout is None else layout.group
-        sums[group] = sums.get(group, 0.0) + value
-    return sum(v if group is None else float(group.summed(torch.tensor(v))) for group, v in sums.items())
+        found.append((one.posterior, torch.tensor(value, dtype=torch.float64)))
+    return float(over_processes(found)) if found else 0.0
 
 
 def settle(
@@ -113,7 +118,7 @@ def settle(
         found = likelihood.residuals.squares / likelihood.residuals.count / max(free, LEAST_FREE)
         likelihood.noise_var = tuple(found.tolist()) if len(found) > 1 else float(found)  # type: ignore[union-attr, arg-type]
         ratio = float((found / known).mean())
-        rows = [f._replace(h=_times(f.h, ratio**-power)) for f in rows]
+        rows = [f.scaled(ratio**-power) for f in rows]
         if abs(ratio - 1) < 1e-3:
             break
     if free < LEAST_FREE:
@@ -175,9 +180,3 @@ def widest(fitted: Sequence[Fitted], likelihood: Regression, examples: float) ->
 def _variances(likelihood: Regression) -> Tensor:
     """Return the present variance of each output."""
     return torch.tensor(likelihood.noise_var, dtype=torch.float64).expand(max(likelihood.residuals.outputs, 1))
-
-
-def _times(h: Tensor | Kron | None, ratio: float) -> Tensor | Kron | None:
-    if isinstance(h, Kron):
-        return h._replace(left_values=h.left_values * ratio)
-    return None if h is None else h * ratio

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -244,15 +244,18 @@ class Pass:
         if self.ggn:
             self.generator.manual_seed(noises.global_seed())
         batches, first = as_batches(loader), []
-        with evaluation(self.model), mean(self.model), torch.inference_mode(False):
+        wanted = {id(p) for p in self.params.values()}
+        with evaluation(self.model), mean(self.model), torch.inference_mode(False), ExitStack() as stack:
             if self.likelihood is None or getattr(self.likelihood, "needs_residuals", False):
                 batches = list(batches) if isinstance(batches, Iterator) else batches
-                self._settle_noise(batches, parts=parts)
-            with _gradients_of(self.model, self.params):
-                for batch in tqdm(batches, desc="fit_laplace", unit="batch", disable=not progress):
-                    if self.examples < keep:
-                        first.append(batch)
-                    self._add(batch)
+                self._settle_noise(batches, parts)
+            for param in self.model.parameters():  # what lies below all others makes no graph
+                if param.requires_grad and id(param) not in wanted:
+                    stack.callback(param.requires_grad_(False).requires_grad_, True)
+            for batch in tqdm(batches, desc="fit_laplace", unit="batch", disable=not progress):
+                if self.examples < keep:
+                    first.append(batch)
+                self._add(batch)
         if parts:
             self._sum_over_ranks()
         if self.count == 0:
@@ -306,7 +309,7 @@ class Pass:
         self.examples += count
         self.count += likelihood.items(target, count)
 
-    def _settle_noise(self, batches: Iterable[Any], *, parts: bool) -> None:
+    def _settle_noise(self, batches: Iterable[Any], parts: bool) -> None:
         """Find the noise of each of several outputs from the residuals, before the curvature that it weighs.
 
         Curvatures of one output are rescaled in the end, so that its first batch is enough.
@@ -316,10 +319,10 @@ class Pass:
             if self.likelihood is None and not (isinstance(target, Tensor) and target.is_floating_point()):
                 return  # no regression
             found = call_model(self.model, inputs, target)
-            likelihood = self.likelihood = self.likelihood or likelihoods.found_likelihood(found, target)
-            if not isinstance(likelihood, Regression) or logits_of(found)[:1].numel() == 1:
+            self.likelihood = self.likelihood or likelihoods.found_likelihood(found, target)
+            if not isinstance(self.likelihood, Regression) or logits_of(found)[:1].numel() == 1:
                 return
-            likelihood.observe(found, target)
+            self.likelihood.observe(found, target)
         if self.likelihood is not None:
             if parts:
                 self.likelihood.join(ranks.gathered)
@@ -354,17 +357,3 @@ def _pairs(chosen: Mapping[str, LaplacePosterior]) -> dict[str, str | None]:
                     "bias's prior is flat; bayesify with bias='informative', or use structure='diag'"
                 )
     return out
-
-
-@contextmanager
-def _gradients_of(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let no other parameter ask for a gradient, so that what lies below them makes no graph."""
-    wanted = {id(p) for p in params.values()}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in wanted]
-    for param in others:
-        param.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for param in others:
-            param.requires_grad_(True)

@@ -5,6 +5,7 @@ squares in chunks, so that they are never in memory all at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -25,11 +26,11 @@ class Part:
     """The gradients of each example through one call, (examples, *shape)."""
 
     def __init__(self, values: Tensor) -> None:
-        self.values, self.batch = values, len(values)
+        self.values = values
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def grads(self, some: slice) -> Tensor:
         """Return the gradients of some examples."""
-        return self.values[start:stop]
+        return self.values[some]
 
     def add(self, squares: Tensor, weighted: Tensor, weights: Tensor) -> None:
         """Add sum_n g_n^2 and sum_n w_n g_n."""
@@ -38,27 +39,27 @@ class Part:
 
 def add_in_chunks(parts: Sequence[Part], squares: Tensor, weighted: Tensor, weights: Tensor) -> None:
     """Add sum_n g_n^2 and sum_n w_n g_n, where g_n is the sum of an example's gradients through several calls."""
-    for start, stop in chunks(parts[0].batch, squares.numel()):
-        found = reduce(torch.add, (part.grads(start, stop) for part in parts)).to(squares.dtype)
+    for some in chunks(len(weights), squares.numel()):
+        found = reduce(torch.add, (part.grads(some) for part in parts)).to(squares.dtype)
         squares += found.square().sum(0)
-        weighted += torch.tensordot(weights[start:stop].to(found), found, 1)
+        weighted += torch.tensordot(weights[some].to(found), found, 1)
 
 
-def chunks(batch: int, size: int) -> Iterator[tuple[int, int]]:
+def chunks(count: int, size: int) -> Iterator[slice]:
     """Cut the examples so that their gradients of `size` elements need little memory."""
     step = max(1, BLOCK // max(size, 1))
-    return ((start, min(start + step, batch)) for start in range(0, batch, step))
+    return (slice(start, start + step) for start in range(0, count, step))
 
 
 class Product(Part):
     """g_n = sum_r left[n, r] right[n, r]^T: the gradients of a matrix that is applied to several rows per example."""
 
     def __init__(self, left: Tensor, right: Tensor, shape: torch.Size) -> None:
-        self.left, self.right, self.shape, self.batch = left, right, shape, len(left)
+        self.left, self.right, self.shape = left, right, shape
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def grads(self, some: slice) -> Tensor:
         """Return the products in the shape of the parameter."""
-        return (self.left[start:stop].mT @ self.right[start:stop]).view(stop - start, *self.shape)
+        return (self.left[some].mT @ self.right[some]).view(-1, *self.shape)
 
     def add(self, squares: Tensor, weighted: Tensor, weights: Tensor) -> None:
         """Add the sums; for one row per example that of squares is (left^2)^T (right^2)."""
@@ -68,15 +69,14 @@ class Product(Part):
         weighted.view_as(flat).addmm_(scaled.T, right.flatten(0, 1))
         if left.shape[1] == 1:
             flat.addmm_(left.squeeze(1).square().T, right.squeeze(1).square())
-            return
-        if flat.numel() <= BLOCK:
-            for start, stop in chunks(self.batch, flat.numel()):
-                flat += (left[start:stop].mT @ right[start:stop]).square_().sum(0)
-            return
-        scratch = torch.empty_like(flat)
-        for a, b in zip(left.mT, right, strict=True):
-            grad = torch.mm(a, b, out=scratch)
-            flat.addcmul_(grad, grad)
+        elif flat.numel() <= BLOCK:
+            for some in chunks(len(left), flat.numel()):
+                flat += (left[some].mT @ right[some]).square_().sum(0)
+        else:
+            scratch = torch.empty_like(flat)
+            for a, b in zip(left.mT, right, strict=True):
+                grad = torch.mm(a, b, out=scratch)
+                flat.addcmul_(grad, grad)
 
 
 class Convolved(Part):
@@ -84,33 +84,29 @@ class Convolved(Part):
 
     def __init__(self, inputs: Tensor, outputs: Tensor, weight: Tensor, setting: tuple[Any, ...]) -> None:
         self.inputs, self.outputs, self.weight, self.setting = inputs, outputs, weight, setting
-        self.batch = len(inputs)
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def grads(self, some: slice) -> Tensor:
         """Return the weight's gradients."""
         backward, which = torch.ops.aten.convolution_backward, [False, True, False]
-        found = [
-            backward(d, x, self.weight, None, *self.setting, which)[1]
-            for x, d in zip(self.inputs[start:stop], self.outputs[start:stop], strict=True)
-        ]
-        return torch.stack(found)
+        each = zip(self.inputs[some], self.outputs[some], strict=True)
+        return torch.stack([backward(d, x, self.weight, None, *self.setting, which)[1] for x, d in each])
 
 
 class Looked(Part):
     """An embedding's gradients: rows that were looked up get the sum of what arrives for them."""
 
     def __init__(self, rows: Tensor, outputs: Tensor, shape: torch.Size) -> None:
-        self.rows, self.outputs, self.shape, self.batch = rows, outputs, shape, len(rows)
+        self.rows, self.outputs, self.shape = rows, outputs, shape
 
-    def grads(self, start: int, stop: int) -> Tensor:
+    def grads(self, some: slice) -> Tensor:
         """Return dense gradients, for tables that are tied to another use."""
-        rows, outputs = self.rows[start:stop], self.outputs[start:stop]
-        out = outputs.new_zeros(stop - start, *self.shape)
+        rows, outputs = self.rows[some], self.outputs[some]
+        out = outputs.new_zeros(len(rows), *self.shape)
         return out.scatter_add_(1, rows.unsqueeze(-1).expand_as(outputs), outputs)
 
     def add(self, squares: Tensor, weighted: Tensor, weights: Tensor) -> None:
         """Add the sums, row by row of what was looked up; a row that an example looks up twice is summed before."""
-        keys = self.rows + torch.arange(self.batch, device=self.rows.device).unsqueeze(1) * self.shape[0]
+        keys = self.rows + torch.arange(len(self.rows), device=self.rows.device).unsqueeze(1) * self.shape[0]
         found, place = torch.unique(keys, return_inverse=True)
         sums = squares.new_zeros(len(found), self.shape[1])
         sums.index_add_(0, place.flatten(), self.outputs.flatten(0, 1).to(squares.dtype))
@@ -140,12 +136,7 @@ def example_dim(shape: torch.Size, count: int) -> int:
 
 
 def parts_of(call: Call, grad: Tensor, count: int) -> dict[str, Part]:
-    """Return the gradients of a call's parameters by attribute.
-
-    Args:
-        call: The call.
-        grad: The gradient that arrives at its output.
-        count: How many examples there are.
+    """Return the gradients of a call's parameters by attribute, from that of its output, for `count` examples.
 
     Raises:
         NoRuleError: There is no rule, or the shapes do not tell the examples apart.
@@ -160,21 +151,19 @@ def parts_of(call: Call, grad: Tensor, count: int) -> dict[str, Part]:
     return rule_of(call)(call, split(grad.to(state_dtype(grad))), split)
 
 
-def has_rule(call: Call, role: str) -> bool:
-    """Return whether a rule gives the gradients of a parameter, the attribute `role` of a call's module."""
-    try:
-        return role in ("weight", "bias", "") and rule_of(call) is not None
-    except NoRuleError:
-        return False
-
-
 def rule_of(call: Call) -> Rule:
     """Return the rule of a call's layer."""
     rule = next((rule for kind, rule in RULES.items() if _is(call.module, kind)), None)
     if rule is None:
-        is_turned(call)
-        return _linear
-    return rule
+        is_turned(call)  # raises unless it is a linear map
+    return rule or _linear
+
+
+def has_rule(call: Call, role: str) -> bool:
+    """Return whether a rule gives the gradients of a parameter, the attribute `role` of a call's module."""
+    with suppress(NoRuleError):
+        return role in ("weight", "bias", "") and rule_of(call) is not None
+    return False
 
 
 def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:

@@ -36,7 +36,6 @@ EVIDENCE_RANGE, SAMPLED_RANGE, CLOSED_RANGE, BOUND_RANGE = (-6.0, 3.0), (-4.0, 1
 SAMPLED, CLOSED = (1.0, 0.5), (0.5, 0.02)
 NOTHING = 1e-7  # nats: where a loss is flat, it is the grid's least
 HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
-SAMPLES = (5, 10)  # fewer say more about themselves than about the prior; more cost more than they say
 DOSE = 0.1  # nats that tune="self" may cost on the model's own predictions
 EXAMPLES = 2048  # at most, of validation data for sampled predictions, and of training inputs for tune="self"
 # An untuned spread is bounded on this many training inputs at most, this many at least, and else one of so many: five
@@ -153,8 +152,6 @@ def by_validation(
             "over-confident, and no spread improves its probabilities; a temperature may (metrics.fit_temperature)",
             10**best,
         )
-    if ends[1] - best < fine[1]:
-        logger.warning("the validation NLL falls up to the end of the range, prior_sig %.3g", 10**best)
     logger.info("prior_sig %.4g has the lowest validation NLL (was %.4g)", 10**best, base)
     return 10**best / base
 
@@ -179,8 +176,8 @@ def validation_nll(model: nn.Module, data: Any, likelihood: Likelihood) -> tuple
 
 
 def _samples(model: nn.Module) -> int:
-    """Return how many samples a scale is tried with."""
-    return min(max(SAMPLES[0], *(scope.method.nst for scope in scopes_of(model))), SAMPLES[1])
+    """Return how many samples a scale is tried with: fewer say more about themselves, more cost more than they say."""
+    return min(max(5, *(scope.method.nst for scope in scopes_of(model))), 10)
 
 
 def _over_ranks(total: float, count: int) -> float:
