@@ -42,7 +42,7 @@ def add_in_chunks(parts: Sequence[Part], squares: Tensor, weighted: Tensor, weig
     for some in chunks(len(weights), squares.numel()):
         found = reduce(torch.add, (part.grads(some) for part in parts)).to(squares.dtype)
         squares += found.square().sum(0)
-        weighted += torch.tensordot(weights[some].to(found), found, 1)
+        weighted.view(-1).addmv_(found.reshape(len(found), -1).T, weights[some].to(found))
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
