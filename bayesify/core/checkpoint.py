@@ -75,11 +75,8 @@ def save(model: nn.Module, dir: "str | os.PathLike[str]") -> None:  # noqa: A002
 def save_posterior(model: nn.Module, dir: "str | os.PathLike[str]", *, frozen: bool = True) -> None:  # noqa: A002
     """Save what `load` needs, without the copy of the mean.
 
-    Args:
-        model: A bayesified model, or a module that contains exactly one.
-        dir: The folder; gets `posterior.safetensors`.
-        frozen: Whether to keep parameters that are neither Bayesian nor trained, and buffers. Without them `load`
-            takes those of the model that it is given, such as the base model under an adapter.
+    If not `frozen`, without buffers and parameters that are neither Bayesian nor trained: `load` takes those of
+    the model that it is given, such as the base model under an adapter.
     """
     members = members_of(model)
     _write(Path(dir), {POSTERIOR_FILE: contents(members, frozen=frozen)}, members)
@@ -105,19 +102,13 @@ def _write(folder: Path, files: Mapping[str, fileformat.Content], members: Membe
 def members_of(model: nn.Module) -> dict[str, tuple[nn.Module, Scope]]:
     """Return the models that go into one file, by member: one alone, or those of a mixture by their numbers."""
     check_module(model)
-    mixture = mixture_in(model)
-    if mixture is None:
+    if (mixture := mixture_in(model)) is None:
         return {ALONE: root_of(model)}
     return {str(i): root_of(member) for i, member in enumerate(mixture.members)}
 
 
 def contents(members: Members, *, frozen: bool = True) -> fileformat.Content:
-    """Return tensors and metadata of a file.
-
-    Args:
-        members: Bayesified models with their scopes, by member; one alone is the member "".
-        frozen: Whether to keep what is neither Bayesian nor trained.
-    """
+    """Return tensors and metadata of a file; `frozen` is whether to keep what is neither Bayesian nor trained."""
     tensors: dict[str, Tensor] = {}
     models: dict[str, dict[str, Any]] = {}
     written: dict[tuple[str, int, torch.Size], str] = {}
@@ -233,11 +224,7 @@ class File(NamedTuple):
         return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in other}
 
     def posterior(self, name: str, param: Tensor) -> Posterior:
-        """Build the posterior of one parameter, as it was when it was saved but for its tensors.
-
-        Raises:
-            CheckpointError: Its settings or tensors are none that a posterior can have.
-        """
+        """Build the posterior of one parameter as it was but for its tensors; a CheckpointError if it cannot be."""
         about, state = self.priors[name], self.state(name)
         if is_sharded(param):
             param = self.tensors[MEAN, name].to(param.dtype)
@@ -256,11 +243,7 @@ class File(NamedTuple):
 
 
 def read(path: Path) -> dict[str, File]:
-    """Read and understand a posterior file, by member.
-
-    Raises:
-        CheckpointError: It is missing, damaged, of another kind or newer than this version of bayesify.
-    """
+    """Read and understand a posterior file, by member; a CheckpointError if it is missing or damaged."""
 
     def no_number(text: str) -> NoReturn:
         raise ValueError(f"{text} is no number")
@@ -268,36 +251,34 @@ def read(path: Path) -> dict[str, File]:
     tensors, about = fileformat.read(path)
     try:
         models = json.loads(about["models"], parse_constant=no_number)
-        parts: dict[str, dict[tuple[str, str], Tensor]] = {member: {} for member in models}
-        for key, tensor in tensors.items():
-            where, _, name = key.partition(":")
-            member, _, kind = where.rpartition("/")
-            parts[member][kind, name] = tensor
-        for member, about_member in models.items():
-            for key, owner in about_member["shared"].items():
-                kind, _, name = key.partition(":")
-                parts[member][kind, name] = tensors[f"{owner}/{key}"]
-        return {member: _member(path, models[member], part) for member, part in parts.items()}
+        if not models:
+            raise ValueError("it holds no model")
+        return {member: _member(path, f"{member}/" if member else "", models[member], tensors) for member in models}
     except CheckpointError:
         raise
     except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from error
 
 
-def _member(path: Path, about: dict[str, Any], tensors: dict[tuple[str, str], Tensor]) -> File:
-    """Understand one member of a file."""
+def _member(path: Path, prefix: str, about: dict[str, Any], every: Mapping[str, Tensor]) -> File:
+    """Understand one member of a file, whose keys begin with a prefix."""
     if about["method"] not in REGISTRY:
         raise CheckpointError(
             f"{path} holds a posterior of method {about['method']!r}, known are {sorted(REGISTRY)}; "
             "import the module that defines the method first"
         )
     method, priors, attached = resolve(about["method"], None, about["options"]), about["priors"], about[ATTACHED]
-    for kind, name in tensors:
+    own = {key.removeprefix(prefix): tensor for key, tensor in every.items() if key.startswith(prefix)}
+    own |= {key: every[f"{owner}/{key}"] for key, owner in about["shared"].items()}
+    tensors: dict[tuple[str, str], Tensor] = {}
+    for key, tensor in own.items():
+        kind, _, name = key.partition(":")
+        tensors[kind, name] = tensor
         if kind == ATTACHED:
-            attribute, _, own = name.partition(".")
-            attached[attribute][own] = tensors[kind, name]
+            attribute, _, part = name.partition(".")
+            attached[attribute][part] = tensor
         elif kind not in (REST, START) and name not in priors:
-            raise ValueError(f"{kind}:{name} belongs to no posterior")
+            raise ValueError(f"{key} belongs to no posterior")
     if lost := [name for name in priors if (MEAN, name) not in tensors]:
         raise ValueError(f"the mean of {lost[0]!r} is missing")
     objects = {attribute: ATTACHABLE[attribute].from_state_dict(state) for attribute, state in attached.items()}

@@ -106,7 +106,7 @@ class Method(metaclass=Options):
         if not isinstance(self.same_draw, bool):
             raise ValueError(f"same_draw must be True or False, got {self.same_draw!r}")
 
-    def settled(self, *, relative: bool, weights: int) -> Self:
+    def resolve_defaults(self, *, relative: bool, weights: int) -> Self:
         """Return the options with those filled in that depend on the model: `bayesify` asks before it wraps.
 
         `relative` is whether priors are relative to their tensors (`prior_sig=None`), `weights` the number of Bayesian
@@ -197,7 +197,7 @@ class Tempered(Method):
         if self.weights is not None and (not isinstance(self.weights, int) or self.weights < 1):
             raise ValueError(f"weights must be a positive integer or None, got {self.weights!r}; bayesify counts them")
 
-    def settled(self, *, relative: bool, weights: int) -> Self:
+    def resolve_defaults(self, *, relative: bool, weights: int) -> Self:
         """Temper by the number of weights where the prior is relative; else the factor is 1."""
         if getattr(self, self.tempers) is not None:
             return self

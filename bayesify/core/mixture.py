@@ -44,7 +44,7 @@ class Mixture(nn.Module):
             return self.member(block.mode.member)(*args, **kwargs)
         if torch._C._current_autograd_node() is not None:
             raise RuntimeError(
-                "a mixture is run inside a backward pass, and it cannot be told which member is meant; keep the mean "
+                "a mixture is run inside a backward pass, which does not say which member is meant; keep the mean "
                 "or sample block open until backward() is done, or checkpoint parts of the members"
             )
         if self.training and torch.is_grad_enabled():
@@ -128,8 +128,8 @@ def member_scopes(model: nn.Module, scopes: Sequence[Any]) -> list[list[Any]]:
 def _sharable(member: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (name, module, attribute, tensor) of all that no forward changes: frozen weights, tables, prior means.
 
-    A table is a buffer that no state dict holds, or one of whole numbers. Floating point buffers of state dicts may be
-    running statistics, whatever layer they are in: they belong to their member, as single numbers do, which may count.
+    A table is a buffer that no state dict holds, or one of whole numbers. Others may be running statistics, and single
+    numbers may count: they belong to their member.
     """
     for path, module in member.named_modules():
         if isinstance(module, Posterior):

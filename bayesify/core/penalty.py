@@ -274,9 +274,6 @@ class GaussianNoise(nn.Module):
     """Gaussian noise of one variance per output, whose logarithm is a parameter.
 
     It begins with the mean squared residual of the first batch that it sees.
-
-    Args:
-        outputs: How many outputs an example has.
     """
 
     begun: Tensor
@@ -297,9 +294,6 @@ class GaussianNoise(nn.Module):
         Args:
             outputs: The model's, (N,) or (N, ...).
             targets: Of the same shape.
-
-        Raises:
-            ValueError: The shapes differ, or are of another number of outputs.
         """
         count = self.log_var.numel()
         if outputs.shape != targets.shape or outputs.numel() != len(outputs) * count:

@@ -143,7 +143,7 @@ class Posterior(Stored):
         """Raise if the posterior cannot be sampled yet."""
 
     def whitened(self, grads: Tensor) -> tuple[str, Tensor] | None:
-        """Return A^T g of gradients (N, *shape), for theta = core + A eps with eps ~ N(0, 1), and whose noise eps is.
+        """Return whose noise eps is and A^T g of gradients (N, *shape), for theta = core + A eps with eps ~ N(0, 1).
 
         The variance of <g, theta> is |A^T g|^2. None where theta is no such Gaussian.
         """
@@ -222,13 +222,7 @@ class Posterior(Stored):
         return type(self).pullback is not Posterior.pullback
 
     def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `<grad, theta>` with respect to the mean and `learnable()`.
-
-        Args:
-            mean: The parameter that holds the mean.
-            seed: The draw of the sample, whose noise is made again.
-            grad: The gradient of the loss with respect to theta.
-        """
+        """Return the gradients of `<grad, theta>`, of a draw, with respect to the mean and `learnable()`."""
         return autograd_pullback(self, mean, seed, grad, create_graph=False)
 
     def calibrated_pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:

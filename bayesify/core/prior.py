@@ -27,20 +27,14 @@ RATE = 0.05  # learning rate of a spread that takes natural steps: its largest r
 
 
 def relative_sig(param: Tensor, fan_in: int) -> float:
-    """Return the prior scale of a tensor: its root mean square, but at least FLOOR / sqrt(fan_in).
-
-    sigma = RELATIVE_SIG * max(sqrt(mean theta^2), FLOOR / sqrt(fan_in))
-    """
+    """Return the prior scale of a tensor, RELATIVE_SIG * max(sqrt(mean theta^2), FLOOR / sqrt(fan_in))."""
     values = param.detach()
     rms = float(values.float().square().mean().sqrt()) if values.numel() else 0.0
     return RELATIVE_SIG * max(rms, FLOOR / math.sqrt(max(fan_in, 1)))
 
 
 def nearest(weights: int) -> float:
-    """Return D0 = SHARE^2 W, but at least 1, of the pull c/2 log(1 + D/D0).
-
-    Far below 1 the prior mean itself is an optimum of a model of few weights.
-    """
+    """Return D0 = SHARE^2 W of the pull c/2 log(1 + D/D0), but at least 1: else few weights stay at the prior mean."""
     return max(SHARE**2 * weights, 1.0)
 
 

@@ -170,10 +170,7 @@ class Stored(nn.Module):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
     def _with_room(self, layout: Layout) -> dict[str, Tensor]:
-        """Return the kept tensors of a sharded model, and room for those to come.
-
-        A distributed checkpoint is loaded into the tensors of a state dict: what has no place there would be lost.
-        """
+        """Return the kept tensors of a sharded model, and room for those to come, which a distributed load needs."""
         out, blank = self.held(), self.blank()
         for name, kept in self.kept.items():
             if kept.form == "stack":

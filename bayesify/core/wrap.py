@@ -90,7 +90,7 @@ def bayesify(
     select(every, include, exclude)
     check_parameters(every)
     found = priors(every, prior_mean, prior_sig)
-    chosen = chosen.settled(
+    chosen = chosen.resolve_defaults(
         relative=any(prior.relative for prior in found.values()),
         weights=sum(c.param.numel() for c in every if not c.skipped),
     )

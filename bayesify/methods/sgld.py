@@ -69,10 +69,10 @@ class SGLD(Tempered):
             if not is_whole(value) or value < least:
                 raise ValueError(f"{option} must be an integer >= {least} (optimizer steps), got {value!r}")
 
-    def settled(self, *, relative: bool, weights: int) -> Self:
+    def resolve_defaults(self, *, relative: bool, weights: int) -> Self:
         """Forget early states where the prior is relative, besides what every tempered method does."""
         fade = (FADE if relative else 0.0) if self.fade is None else self.fade
-        return replace(super().settled(relative=relative, weights=weights), fade=fade)
+        return replace(super().resolve_defaults(relative=relative, weights=weights), fade=fade)
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without moments at first."""

@@ -57,10 +57,10 @@ class VI(Tempered):
         if self.natural and self.link == "clamp":
             raise ValueError("natural steps change s by a factor, which 'clamp' cannot; use 'exp' or 'softplus'")
 
-    def settled(self, *, relative: bool, weights: int) -> Self:
+    def resolve_defaults(self, *, relative: bool, weights: int) -> Self:
         """Temper by the number of weights and take natural steps where the prior is relative."""
         natural = relative and self.link != "clamp" if self.natural is None else self.natural
-        return replace(super().settled(relative=relative, weights=weights), natural=natural)
+        return replace(super().resolve_defaults(relative=relative, weights=weights), natural=natural)
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
