@@ -1,5 +1,6 @@
 """The command line says what a saved posterior holds, and errors take one line."""
 
+import json
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import bayesify
-from bayesify import fit_laplace, named_posteriors, predict, save
+from bayesify import fit_laplace, fit_novelty, named_posteriors, predict, save
 from bayesify.cli.main import main, read_prediction
 from bayesify.core.summary import inspect_file, stored_posteriors
 
@@ -85,6 +86,21 @@ def test_a_report_of_a_saved_prediction(tmp_path, capsys):
     assert main(command) == 0
     assert str(out) in capsys.readouterr().out
     assert "Out-of-distribution detection" in page.read_text()
+
+
+def test_a_report_compares_production_data_with_the_validation_set(tmp_path):
+    x, y = torch.randn(200, 4), torch.randint(3, (200,))
+    model = fit_novelty(nn.Linear(4, 3), [(x[:100], y[:100])], held_out=[(x[100:], y[100:])])
+    for name, data in {"validation": [(x[100:], y[100:])], "window": 5 * torch.randn(50, 4) + 5}.items():
+        np.savez(tmp_path / f"{name}.npz", **predict(model, data).numpy())
+    files = [str(tmp_path / f"{name}.npz") for name in ("window", "validation")]
+    for out in ("report.html", "report.json"):
+        command = ["report", files[0], "--validation", files[1], "--threshold", "0.5", "--out", str(tmp_path / out)]
+        assert main(command) == 0
+    table = json.loads((tmp_path / "report.json").read_text())["Compared with the validation set"]
+    assert table["Examples"] == {"Validation": 100, "Window": 50}
+    assert {"Abstention rate", "Alarms", "Novelty p-value", "Drift: novelty", "Drift: entropy"} <= table.keys()
+    assert table["notes"][0] in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_of_a_closed_form_is_that_of_the_posterior_and_not_of_its_mean(tmp_path):

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from bayesify import predict
-from bayesify.cli.compare import NOVEL, SCALED, Case, Row, apart, compare, last_linear, read_case, table, verdict
+from bayesify import metrics, predict
+from bayesify.cli.compare import Case, Row, apart, compare, detects, last_linear, read_case, table, verdict
 from bayesify.cli.main import main
 from bayesify.prediction.predictive import Predictive
 
+SCALED, NOVEL = "plain + temperature", "plain + novelty"
 FILE = """
 import torch
+from bayesify import bayesify, fit_laplace, methods
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,6 +45,20 @@ def trained():
 def wrong():
     return case()[:3]
 
+def own(case):
+    return bayesify(case.model, "la", include="2.*") and fit_laplace(case.model, case.train)
+
+class Wide(methods.VI):
+    name = "wide"
+
+def numbers():
+    def loader(count, seed, shuffle=False):
+        generator = torch.Generator().manual_seed(seed)
+        x, noise = torch.randn(count, 2, generator=generator), torch.randn(count, generator=generator)
+        return DataLoader(TensorDataset(x, x.sum(1) + 0.3 * noise), 50, shuffle=shuffle)
+    model = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1))
+    return model, loader(100, 0, True), loader(100, 1), loader(200, 2), [10 * torch.randn(50, 2)]
+
 value = 3
 """
 
@@ -69,17 +85,18 @@ def test_a_trained_model(source, tmp_path, capsys):
     ):
         assert f"| {name} |" in text
     assert "vi" not in text and "ensemble" not in text
-    assert "Temperature scaling is enough here" in text or "Beyond temperature scaling" in text
+    assert f"{SCALED} is enough here" in text or "is best: its NLL is lower" in text
     assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
 
 
 def test_a_model_that_is_trained_here(source):
     rows, left_out = compare(read_case(source), epochs=3, lr=0.01)
     assert not left_out
-    assert [row.name for row in rows][-3:] == [
-        "vi, + temperature",
-        "mc_dropout, + temperature",
-        "ensemble of 5, + temperature",
+    assert [row.name for row in rows][-4:] == [
+        "vi + temperature",
+        "mc_dropout + temperature",
+        "ensemble + temperature",
+        "5 trainings + temperature",
     ]
     assert all(len(row.found) == 200 and row.unknown is not None for row in rows)
     for row in rows[1:]:  # one order of the shuffled test data for all
@@ -140,6 +157,31 @@ def test_the_last_layer_is_found_by_a_forward_pass():
         last_linear(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(5, 3))
 
 
+def test_methods_are_chosen_and_may_be_ones_own(source):
+    own, wide = f"{source}:own", f"{source}:Wide"
+    rows, left_out = compare(read_case(f"{source}:trained"), methods=["novelty", own, "vi"])
+    assert [row.name for row in rows] == ["plain", SCALED, NOVEL, own]
+    assert rows[-1].found.method == "la"
+    assert left_out == ["vi + temperature: it takes a training of its own; pass --epochs"]
+    rows, left_out = compare(read_case(source), methods=[wide, "ivon", "swag", "sgld"], epochs=2, lr=0.01)
+    assert not left_out
+    assert [row.found.method for row in rows[2:]] == ["wide", "ivon", "swag", "sgld"]
+    with pytest.raises(ValueError, match="has no function 'none'"):
+        compare(read_case(source), methods=[f"{source}:none"])
+
+
+def test_a_regression(source):
+    rows, left_out = compare(read_case(f"{source}:numbers"), epochs=20, lr=0.02)
+    assert not left_out
+    assert [row.name for row in rows][:2] == ["plain", "plain + noise"] and "la-self" not in str(rows)
+    assert not rows[0].found.noise_known and all(row.found.noise_known for row in rows[1:])
+    for row in rows[1:]:
+        assert float(row.losses.mean()) == pytest.approx(row.found.scores["nll"])
+    text = table(rows, left_out)
+    assert ("| 95% intervals hold |" in text and "plain + noise is enough" in text) or "is best: its NLL" in text
+    assert "OOD AUROC, standard deviation" in text and "OOD AUROC, novelty" in text
+
+
 def row(name, shift, labels, unknown=None):
     """Return a row whose logits of the true class are higher by a shift, with some scatter of their own."""
     generator = torch.Generator().manual_seed(len(name))
@@ -148,24 +190,42 @@ def row(name, shift, labels, unknown=None):
     return Row(name, 1.0, 1.0, Predictive.from_logits(logits.unsqueeze(0), labels), unknown)
 
 
-def test_the_verdict_needs_two_standard_errors():
+def test_the_verdict_needs_two_standard_errors_and_a_gain_that_matters():
     labels = torch.randint(2, (400,), generator=torch.Generator().manual_seed(1))
     rows = [row("plain", 0.5, labels), row(SCALED, 1.0, labels), row("some", 1.0, labels)]
-    assert "Temperature scaling is enough here" in verdict(rows)
+    assert verdict(rows) == f"{SCALED} is enough here: nothing has a clearly lower NLL."
+    rows.append(row("tiny", 1.004, labels))
+    mean, error = apart(rows[-1], rows[1])
+    assert mean < -2 * error and "is enough here" in verdict(rows)  # not "lower by 0.001 ± 0.000"
     rows.append(row("good one", 1.3, labels))
     mean, error = apart(rows[-1], rows[1])
     each = rows[-1].losses - rows[1].losses
     assert (mean, error) == pytest.approx((float(each.mean()), float(each.std()) / math.sqrt(400)))
-    assert verdict(rows) == f"Beyond temperature scaling: good one has an NLL lower by {-mean:.4f} ± {error:.4f}."
+    assert verdict(rows) == f"good one is best: its NLL is lower than that of {SCALED} by {-mean:.3f} ± {error:.3f}."
 
 
-def test_the_verdict_on_unknown_data():
+def test_the_verdict_on_out_of_distribution_data():
     labels = torch.randint(2, (100,), generator=torch.Generator().manual_seed(1))
     unsure, sure = (Predictive.from_logits(torch.full((50, 2), 0.0) + torch.tensor([c, 0.0])) for c in (0.0, 9.0))
     plain, scaled = row("plain", 1.0, labels, sure), row(SCALED, 1.0, labels, sure)
-    assert "Plain entropy tells the unknown data as well as anything" in verdict([plain, scaled])
-    told = verdict([plain, scaled, row("la", 1.0, labels, unsure)])
-    assert "The unknown data is told best by la by its entropy (1.000 against" in told
+    assert "Nothing is clearly better than the plain model at detecting" in verdict([plain, scaled])
+    found = verdict([plain, scaled, row("la", 1.0, labels, unsure)])
+    assert "The entropy of la is best at detecting out-of-distribution data: AUROC 1.000, against 0.000" in found
+
+
+def test_the_difference_of_two_aurocs_has_its_standard_error():
+    """Against the scatter over repetitions, with scores that share what they see."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(400):
+        known, new = (torch.randn(2, n, generator=generator, dtype=torch.float64) for n in (120, 80))
+        known, new = known + known[0], new + new[0] + torch.tensor([[1.0], [0.7]])
+        pairs = (known[0], new[0]), (known[1], new[1])
+        difference, error = detects(*pairs)
+        assert difference == pytest.approx(metrics.auroc(*pairs[0]) - metrics.auroc(*pairs[1]))
+        found.append((difference, error))
+    differences, errors = torch.tensor(found).T
+    assert float(errors.mean()) == pytest.approx(float(differences.std()), rel=0.15)
 
 
 def test_the_plain_row_is_the_models_own_prediction(source):

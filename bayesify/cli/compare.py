@@ -1,7 +1,7 @@
-"""Compare on a user's own model and data: the model as it is, with a temperature, and with posteriors of several kinds.
+"""Compare ways to predict on a user's own model and data: plain, recalibrated, Bayesian, or the user's own method.
 
-Everything that is chosen is chosen on the validation data; the test data is what all are scored on. Differences to
-temperature scaling are paired by test item, with their standard errors.
+Everything that is chosen is chosen on the validation data; all are scored on the test data. Differences to the
+recalibrated plain model are paired by test item, with their standard errors.
 """
 
 import copy
@@ -10,7 +10,7 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,281 +21,293 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.core.mixture import mix
-from bayesify.core.penalty import penalty
-from bayesify.core.scopes import param_groups
-from bayesify.core.wrap import bayesify
-from bayesify.methods.laplace.fit import fit_laplace
+from bayesify import (
+    IVON,
+    SGLD,
+    Cycles,
+    bayesify,
+    calibrate,
+    fit_laplace,
+    fit_novelty,
+    methods,
+    metrics,
+    mix,
+    param_groups,
+    penalty,
+    plots,
+    predict,
+)
 from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device
-from bayesify.prediction.calibrate import calibrate
-from bayesify.prediction.novelty import fit_novelty
-from bayesify.prediction.predict import predict
-from bayesify.prediction.predictive import Predictive
-from bayesify.quality import metrics
+from bayesify.prediction.last_layer import same_output, watching
+from bayesify.quality.regression import mixture_nll
+from bayesify.quality.report import informative
 
-PLAIN, SCALED, NOVEL = "plain", "plain + temperature", "plain + novelty"
-MEMBERS = 5
+PLAIN, MEMBERS = "plain", 5
 CLEAR = 2.0  # standard errors that count as a difference
-BETTER = 0.03  # of an AUROC that counts as one
+WORTH = 0.002  # nats of NLL that count as one
+FITTED = ("novelty", "la", "la-self", "la-all")  # for a trained model
+TRAINED = ("vi", "mc_dropout", "ensemble", "five")  # by trainings of their own
 LINE = "def case(): return model, train, validation, test"
+COLUMNS = {
+    "nll": ("NLL", "{:.4f}"), "error": ("error", "{:.1%}"), "ece": ("ECE", "{:.1%}"), "rmse": ("RMSE", "{:.4g}"),
+    "crps": ("CRPS", "{:.4g}"), "coverage": ("95% intervals hold", "{:.1%}"), "width": ("width", "{:.4g}"),
+}  # fmt: skip
 
-Way = Callable[[Any], Predictive]
+Way = Callable[[Any], Any]  # from batches to a prediction
 
 
 class Case(NamedTuple):
-    """What is compared on.
+    """What is compared on; floating-point labels make it a regression."""
 
-    Attributes:
-        model: A classifier, trained unless `epochs` are to train it.
-        train: Batches with labels, that are read anew in every epoch.
-        validation: Batches with labels, on which everything is chosen.
-        test: Batches with labels, that everything is scored on.
-        ood: Batches of what the model has never seen, if any; labels mean nothing there.
-    """
-
-    model: nn.Module
-    train: Iterable[Any]
-    validation: list[Any]
-    test: list[Any]
-    ood: list[Any] | None
+    model: nn.Module  # trained, unless `epochs` are to train it
+    train: Iterable[Any]  # batches with labels, read anew in every epoch
+    validation: list[Any]  # batches with labels, on which everything is chosen
+    test: list[Any]  # batches with labels, that everything is scored on
+    ood: list[Any] | None = None  # batches of out-of-distribution data, if any; labels mean nothing there
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One way to predict.
-
-    Attributes:
-        name: What it is.
-        seconds: Of training and fitting, in processor time.
-        cost: Processor time of the prediction over the plain model's.
-        found: The prediction for the test data.
-        unknown: The prediction for data of another kind, if there is any.
-    """
+    """One way to predict, with its predictions."""
 
     name: str
-    seconds: float
-    cost: float
-    found: Predictive
-    unknown: Predictive | None
+    seconds: float  # of training and fitting, in processor time
+    cost: float  # processor time of the prediction over the plain model's
+    found: Any  # the prediction for the test data
+    unknown: Any = None  # the prediction for out-of-distribution data, if there is any
 
     @property
     def losses(self) -> Tensor:
         """The negative log-likelihood of each test item."""
+        if hasattr(self.found, "interval"):
+            return mixture_nll(*self.found.components, self.found.targets()).reshape(len(self.found), -1).mean(1)
         flat = self.found.flat()
-        assert flat.labels is not None
         return F.nll_loss(flat.log_probs, flat.labels.long(), reduction="none")
 
+    @property
+    def uncertainties(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The uncertainties of test and of out-of-distribution data, by name."""
+        if self.unknown is None:
+            return {}
+        known, new = (informative(x.flat() if hasattr(x, "flat") else x) for x in (self.found, self.unknown))
+        return {name.lower(): (known[name].double(), new[name].double()) for name in known if name in new}
 
-def read_case(source: str) -> Callable[[], Case]:
-    """Return the function that makes model and data.
 
-    Args:
-        source: "file.py", "file.py:function" or "module:function". The function, `case` if none is named, takes nothing
-            and returns (model, train, validation, test), with `ood` as a fifth if there is any, or a dict of these.
-
-    Raises:
-        ValueError: There is no such file, module or function, or it returns something else.
-    """
-    place, _, name = source.partition(":") if not Path(source).is_file() else (source, "", "")
+def imported(source: str, name: str) -> Any:
+    """Return what "file.py:name" or "module:name" names, or `name` of a file or module alone."""
+    place, _, given = source.partition(":") if not Path(source).is_file() else (source, "", "")
     home = str((Path(place).parent if place.endswith(".py") else Path()).resolve())
     if home not in sys.path:
         sys.path.insert(0, home)  # as `python file.py` does: it may import what lies beside it
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place) if place.endswith(".py") else None
+        if spec is None or spec.loader is None:
+            module = importlib.import_module(place)
+        else:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"cannot read {place!r} ({error}); give file.py:function or module:function") from error
-    make = getattr(module, name or "case", None)
-    if not callable(make):
-        raise ValueError(f"{place} has no function {name or 'case'!r}; write {LINE!r}, or name yours after a colon")
-    return partial(_case, make, source)
+    found = getattr(module, given or name, None)
+    if not callable(found) and not isinstance(found, methods.Method):
+        raise ValueError(f"{place} has no function {given or name!r}; write {LINE!r}, or name yours after a colon")
+    return found
 
 
-def _case(make: Callable[[], Any], source: str) -> Case:
-    """Call a user's function; test and validation data are read once, in one order for all."""
-    made = make()
-    parts: list[Any] = (
-        [made.get(k) for k in Case._fields] if isinstance(made, Mapping) else [*made] if _is_row(made) else []
-    )
-    parts += [None] * (5 - len(parts))
-    if len(parts) > 5 or any(part is None for part in parts[:4]) or not isinstance(parts[0], nn.Module):
-        raise ValueError(f"{source} must return (model, train, validation, test) or these and ood, got {_said(made)}")
-    model, train, validation, test, ood = parts
-    return Case(model, train, list(validation), list(test), None if ood is None else list(ood))
+def read_case(source: str) -> Callable[[], Case]:
+    """Return the function that makes model and data: `case` of a file or module, or the one named after a colon.
+
+    It takes nothing and returns (model, train, validation, test), with `ood` as a fifth if there is any, or a dict of
+    these. Test and validation data are read once, in one order for all.
+    """
+    make = imported(source, "case")
+
+    def case() -> Case:
+        made = make()
+        parts = [made.get(k) for k in Case._fields] if isinstance(made, Mapping) else made
+        listed = isinstance(parts, (tuple, list)) and len(parts) in (4, 5)
+        if not listed or any(part is None for part in parts[:4]) or not isinstance(parts[0], nn.Module):
+            got = type(made).__name__ + (f" of {len(made)}" if isinstance(made, (tuple, list, dict)) else "")
+            raise ValueError(f"{source} must return (model, train, validation, test) or these and ood, got {got}")
+        model, train, *others = parts
+        return Case(model, train, *(None if part is None else list(part) for part in others))  # type: ignore[arg-type]
+
+    return case
 
 
-def _is_row(made: Any) -> bool:
-    return isinstance(made, (tuple, list))
+@dataclass(eq=False)
+class Comparison:
+    """A case with its plain model, and the ways to predict from it; the arguments are those of `compare`."""
+
+    make: Callable[[], Case]
+    epochs: int = 0
+    lr: float = 1e-3
+    head: str | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.case = self.make()
+        self.labels = [split_batch(batch)[1] for batch in self.case.train]
+        if any(y is None for y in self.labels):
+            raise ValueError("the training batches have no labels; give (inputs, labels), or dicts with 'labels'")
+        self.regression = torch.as_tensor(self.labels[0]).is_floating_point()
+        self.task = "regression" if self.regression else None
+        self.plain = self.trained(self.case.model) if self.epochs else self.case.model
+
+    def way(self, model: Any, **options: Any) -> Way:
+        """Return how a model predicts; what a user's function made may be a way itself."""
+        return partial(predict, model, task=self.task, **options) if isinstance(model, nn.Module) else model
+
+    def recalibrated(self, way: Way) -> Way:
+        """Add what suits the validation data: a temperature, or the noise of a regression that has none."""
+        found = way(self.case.validation)
+        if found.labels is None:
+            raise ValueError("the validation batches have no labels; give (inputs, labels), or dicts with 'labels'")
+        if self.regression:
+            variance = None if found.noise_known else metrics.fit_noise(found.outputs, found.targets())
+            return way if variance is None else lambda data: way(data).with_noise(variance)
+        temperature = 1.0  # where all of the validation data is right
+        with suppress(metrics.TemperatureError):
+            temperature = float(metrics.fit_temperature(found))
+        return lambda data: way(data).tempered(temperature)
+
+    def named(self, method: str) -> tuple[str, Callable[[], Way]]:
+        """Return the title of a method, and a function that fits or trains it."""
+        suffix = "noise" if self.regression else "temperature"
+        fitted: dict[str, tuple[str, Callable[[], Way]]] = {
+            PLAIN: (f"plain + {suffix}", lambda: self.recalibrated(self.way(self.plain))),
+            "novelty": ("plain + novelty", self.novelty),
+            "la": ("la, last layer", lambda: self.last_layer(self.case.validation)),
+            "la-self": ('la, last layer, tune="self"', lambda: self.last_layer("self")),
+            "la-all": ("la, all weights, calibrated", self.all_weights),
+            "five": (f"{MEMBERS} trainings + {suffix}", self.five),
+        }
+        if method in fitted:
+            return fitted[method]
+        if ":" not in method and not method.endswith(".py"):
+            return f"{method} + {suffix}", lambda: self.bayesian(method)
+        own = imported(method, "method")
+        if isinstance(own, methods.Method) or (isinstance(own, type) and issubclass(own, methods.Method)):
+            return method, lambda: self.bayesian(own if isinstance(own, methods.Method) else own())
+        return method, lambda: self.way(own(self.case._replace(model=copy.deepcopy(self.plain))), seed=0)
+
+    def novelty(self) -> Way:
+        """Fit novelty on the plain model, whose alarm is set by the validation data."""
+        model = fit_novelty(copy.deepcopy(self.plain), self.case.train, held_out=self.case.validation)
+        return self.recalibrated(self.way(model))
+
+    def last_layer(self, tune: Any) -> Way:
+        """Fit a Laplace posterior of the last layer."""
+        layer = self.head or last_linear(self.plain, self.case.validation[0])
+        model = bayesify(copy.deepcopy(self.plain), "la", include=f"{layer}.*")
+        return self.way(fit_laplace(model, self.case.train, likelihood=self.task, structure="kron", tune=tune))
+
+    def all_weights(self) -> Way:
+        """Fit a Laplace posterior of all weights, whose spread suits the validation data."""
+        model = fit_laplace(bayesify(copy.deepcopy(self.plain), "la"), self.case.train, likelihood=self.task)
+        return self.way(calibrate(model, self.case.validation, progress=False), samples=10, seed=0)
+
+    def bayesian(self, method: Any) -> Way:
+        """Train by a method."""
+        torch.manual_seed(0)
+        model = self.trained(bayesify(self.make().model, method), getattr(method, "name", method))
+        return self.recalibrated(self.way(model, seed=0))
+
+    def five(self) -> Way:
+        """Train an ensemble of five, of which the plain model is one."""
+        members = [copy.deepcopy(self.plain)]
+        for seed in range(1, MEMBERS):
+            torch.manual_seed(seed)
+            members.append(self.trained(self.make().model))
+        return self.recalibrated(self.way(mix(bayesify(m, "vanilla") for m in members)))
+
+    def trained(self, model: nn.Module, method: str = "") -> nn.Module:
+        """Train with a rate that falls to 0, or in the cycles of a method, with the penalty of a posterior."""
+        if not self.epochs:
+            raise ValueError("it takes a training of its own; pass --epochs")
+        count, steps = sum(len(y) for y in self.labels), self.epochs * len(self.labels)
+        loss_of: nn.Module = nn.MSELoss() if self.regression else nn.CrossEntropyLoss()
+        if method and self.regression:
+            loss_of = methods.noise(model, outputs=self.labels[0][0].numel())
+        sampler: Any = {"ivon": IVON, "sgld": SGLD}.get(method)
+        if sampler:
+            optimizer = sampler(model, self.lr, num_data=count, like="adamw")
+        else:
+            groups: Any = param_groups(model, self.lr) if method else model.parameters()
+            optimizer = torch.optim.AdamW(groups, self.lr, weight_decay=0.0)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+        if method in ("ensemble", "swag"):
+            schedule = Cycles(optimizer, model, steps=steps)
+        model.train()
+        for _ in range(self.epochs):
+            for batch in self.case.train:
+                inputs, y = split_batch(to_device(batch, device_of(model)))
+                optimizer.zero_grad()
+                outputs = logits_of(call_model(model, inputs))
+                loss = loss_of(outputs, y.view_as(outputs).to(outputs.dtype) if self.regression else y)
+                (loss + penalty(model, num_data=count) if method else loss).backward()
+                optimizer.step()
+                schedule.step()
+        return model.eval()
 
 
-def _said(made: Any) -> str:
-    return f"{type(made).__name__} of {len(made)}" if isinstance(made, (tuple, list, dict)) else type(made).__name__
+def last_linear(model: nn.Module, batch: Any) -> str:
+    """Return the name of the linear layer whose output is the model's."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name}
+    with torch.no_grad(), watching(layers) as calls:
+        outputs = logits_of(call_model(model, split_batch(to_device(batch, device_of(model)))[0]))
+    for call in calls:
+        if same_output(call.output, outputs):
+            return call.name
+    raise ValueError("the model's outputs are not those of a linear layer; name the last one with --head")
 
 
 def compare(
-    make: Callable[[], Case], *, minutes: float = 10.0, epochs: int = 0, lr: float = 1e-3, head: str | None = None
+    make: Callable[[], Case], *, methods: Sequence[str] | None = None, minutes: float = 10.0, **settings: Any
 ) -> tuple[list[Row], list[str]]:
     """Score every way to predict that the time allows.
 
     Args:
-        make: Makes model and data; called again for each member of an ensemble, after another seed.
+        make: Makes model and data; called again for each training.
+        methods: "novelty", "la", "la-self", "la-all", "five", any method of `bayesify`, or one's own as "file.py:name",
+            which is a `Method`, or a function of the case that returns a model or a function from batches to a
+            prediction. None takes all that suit.
         minutes: After these no further row begins.
-        epochs: Train the model so long, by AdamW; then also by methods that need a training of their own, and an
-            ensemble. 0 takes the model as trained.
-        lr: The learning rate of that training, which falls to 0.
-        head: The name of the last linear layer; found by a forward pass if None.
+        **settings: `epochs`, for which AdamW trains the model and all others; 0 takes it as trained. `lr`, the learning
+            rate of these trainings, which falls to 0. `head`, the name of the last linear layer; found by a forward
+            pass if None.
 
     Returns:
-        The rows, plain and temperature first, and what was left out, with the reason.
+        The rows, the plain model and the recalibrated one first, and what was left out, with the reason.
     """
-    until = time.monotonic() + 60 * minutes
-    torch.manual_seed(0)
-    case = make()
-    begin = time.process_time()
-    plain = _train(case.model, case.train, epochs, lr) if epochs else case.model
-    spent = time.process_time() - begin
-    found = predict(plain, case.test)  # the first pass is slower than those that follow
-    begin = time.process_time()
-    predict(plain, case.test)
-    pass_seconds = time.process_time() - begin
-    rows, left_out = [_row(PLAIN, partial(predict, plain), case, spent, pass_seconds)], list[str]()
-    if found.labels is None:
+    until, begin = time.monotonic() + 60 * minutes, time.process_time()
+    setting = Comparison(make, **settings)
+    spent = time.process_time() - begin if setting.epochs else 0.0
+    plain = setting.way(setting.plain)
+    if plain(setting.case.test).labels is None:  # also since the first pass is slower than those that follow
         raise ValueError("the test batches have no labels; give (inputs, labels), or dicts with 'labels'")
-    for name, way in _ways(make, case, plain, epochs, lr, head):
-        if time.monotonic() > until:
+    if methods is None:
+        fitted = [name for name in FITTED if name != "la-self" or not setting.regression]
+        methods = [*fitted, *(TRAINED if setting.epochs else ())]
+    ways = {PLAIN: lambda: plain} | dict(map(setting.named, [PLAIN, *methods]))
+    rows, left_out, unit = list[Row](), list[str](), 0.0
+    for name, fit in ways.items():
+        if rows and time.monotonic() > until:
             left_out.append(f"{name}: no time was left")
             continue
         begin = time.process_time()
         try:
-            predicted = way()
+            way = fit()
+            fit_seconds, begin = time.process_time() - begin, time.process_time()
+            found = way(setting.case.test)
+            cost = time.process_time() - begin
+            unknown = None if setting.case.ood is None else way(setting.case.ood)
         except (ValueError, TypeError, NotImplementedError) as error:
             left_out.append(f"{name}: {' '.join(str(error).split())}")
             continue
-        alone = 0.0 if name.startswith(TRAINED) else spent  # of the plain model, a member of the ensemble
-        rows.append(_row(name, predicted, case, alone + time.process_time() - begin, pass_seconds))
+        unit = unit or max(cost, 1e-9)
+        rows.append(Row(name, fit_seconds + (spent if name == PLAIN else 0.0), cost / unit, found, unknown))
     return rows, left_out
-
-
-TRAINED = ("vi", "mc_dropout")
-
-
-def _ways(
-    make: Callable[[], Case], case: Case, plain: nn.Module, epochs: int, lr: float, head: str | None
-) -> Iterator[tuple[str, Callable[[], Way]]]:
-    """Yield names, and functions that fit and return a way to predict; the cheapest first."""
-    yield SCALED, partial(_scaled, partial(predict, plain), case.validation)
-    yield NOVEL, partial(_novel, plain, case)
-    yield "la, last layer", partial(_last_layer, plain, case, head, case.validation)
-    yield 'la, last layer, tune="self"', partial(_last_layer, plain, case, head, "self")
-    yield "la, all weights, calibrated", partial(_all_weights, plain, case)
-    if epochs:
-        for method in TRAINED:
-            yield f"{method}, + temperature", partial(_method, make, case, method, epochs, lr)
-        yield f"ensemble of {MEMBERS}, + temperature", partial(_ensemble, make, case, plain, epochs, lr)
-
-
-def _row(name: str, way: Way, case: Case, seconds: float, pass_seconds: float) -> Row:
-    begin = time.process_time()
-    found = way(case.test)
-    cost = (time.process_time() - begin) / max(pass_seconds, 1e-9)
-    return Row(name, seconds, 1.0 if name == PLAIN else cost, found, None if case.ood is None else way(case.ood))
-
-
-def _scaled(way: Way, validation: list[Any]) -> Way:
-    """Return a way with the temperature that suits the validation data; 1 where all of it is right."""
-    found, temperature = way(validation).flat(), 1.0
-    if found.labels is None:
-        raise ValueError("the validation batches have no labels; give (inputs, labels), or dicts with 'labels'")
-    with suppress(metrics.TemperatureError):
-        temperature = float(metrics.fit_temperature(found))
-    return lambda data: way(data).tempered(temperature)
-
-
-def _novel(plain: nn.Module, case: Case) -> Way:
-    """Return the plain model's prediction with its novelty, whose alarm is set by the validation data."""
-    return partial(predict, fit_novelty(copy.deepcopy(plain), case.train, held_out=case.validation))
-
-
-def _last_layer(plain: nn.Module, case: Case, head: str | None, tune: Any) -> Way:
-    model = copy.deepcopy(plain)
-    bayesify(model, "la", include=f"{head or last_linear(plain, case.validation[0])}.*")
-    return partial(predict, fit_laplace(model, case.train, structure="kron", tune=tune))
-
-
-def _all_weights(plain: nn.Module, case: Case) -> Way:
-    model = fit_laplace(bayesify(copy.deepcopy(plain), "la"), case.train)
-    return partial(predict, calibrate(model, case.validation, progress=False), samples=10, seed=0)
-
-
-def _method(make: Callable[[], Case], case: Case, method: str, epochs: int, lr: float) -> Way:
-    torch.manual_seed(0)
-    model = _train(bayesify(make().model, method), case.train, epochs, lr)
-    return _scaled(partial(predict, model, samples=10, seed=0), case.validation)
-
-
-def _ensemble(make: Callable[[], Case], case: Case, plain: nn.Module, epochs: int, lr: float) -> Way:
-    members = [copy.deepcopy(plain)]
-    for seed in range(1, MEMBERS):
-        torch.manual_seed(seed)
-        members.append(_train(make().model, case.train, epochs, lr))
-    return _scaled(partial(predict, mix(bayesify(m, "vanilla") for m in members)), case.validation)
-
-
-def _train(model: nn.Module, batches: Iterable[Any], epochs: int, lr: float) -> nn.Module:
-    """Train by AdamW with a rate that falls to 0, and by the posterior's penalty where there is one."""
-    bayesian = any(hasattr(m, "parametrizations") for m in model.modules())
-    labels = [split_batch(batch)[1] for batch in batches]
-    if any(y is None for y in labels):
-        raise ValueError("the training batches have no labels; give (inputs, labels), or dicts with 'labels'")
-    count, steps = sum(len(y) for y in labels), epochs * len(labels)
-    groups = param_groups(model, lr) if bayesian else [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
-    model.train()
-    for _ in range(epochs):
-        for batch in batches:
-            inputs, y = split_batch(to_device(batch, device_of(model)))
-            optimizer.zero_grad()
-            loss = F.cross_entropy(logits_of(call_model(model, inputs)), y)
-            loss = loss + penalty(model, num_data=count) if bayesian else loss
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-    return model.eval()
-
-
-def last_linear(model: nn.Module, batch: Any) -> str:
-    """Return the name of the linear layer whose output is the model's.
-
-    Raises:
-        ValueError: There is none.
-    """
-    seen: dict[str, Tensor] = {}
-    hooks = [
-        module.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out}))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name
-    ]
-    try:
-        with torch.no_grad():
-            inputs, _ = split_batch(to_device(batch, device_of(model)))
-            outputs = logits_of(call_model(model, inputs))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for name, out in seen.items():
-        if out.shape == outputs.shape and out.data_ptr() == outputs.data_ptr():
-            return name
-    raise ValueError("the model's outputs are not those of a linear layer; name the last one with --head")
-
-
-# -- what it says ------------------------------------------------------------------------------------------------------
 
 
 def apart(row: Row, bar: Row) -> tuple[float, float]:
@@ -304,99 +316,80 @@ def apart(row: Row, bar: Row) -> tuple[float, float]:
     return float(away.mean()), float(away.std() / math.sqrt(len(away)))
 
 
+def detects(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Return the difference of two AUROCs on the same data, and its standard error (DeLong and others, 1988)."""
+    differences = []
+    for i, sign in ((0, -1), (1, 1)):  # of each example the share of the other set that is ranked right
+        shares = []
+        for pair in (first, second):
+            others = pair[1 - i].sort().values
+            ranks = torch.searchsorted(others, pair[i]) + torch.searchsorted(others, pair[i], right=True)
+            shares.append(sign * ranks / (2 * len(others)))
+        differences.append(shares[0] - shares[1])
+    return float(differences[1].mean()), math.sqrt(sum(float(d.var()) / len(d) for d in differences))
+
+
 def verdict(rows: list[Row]) -> str:
-    """Say which row is worth it, and where temperature scaling is enough."""
-    bar = next((row for row in rows if row.name == SCALED), rows[0])
-    others = [row for row in rows if row not in (rows[0], bar)]
-    clear = {row.name: apart(row, bar) for row in others if apart(row, bar)[0] < -CLEAR * apart(row, bar)[1]}
-    if not clear:
-        words = f"Temperature scaling is enough here: nothing has a lower NLL by more than {CLEAR:.0f} standard errors."
-    else:
-        best = min(clear, key=lambda name: clear[name][0])
-        words = f"Beyond temperature scaling: {best} has an NLL lower by {-clear[best][0]:.4f} ± {clear[best][1]:.4f}."
-    known = [(row.name, kind, value) for row in rows for kind, value in _ood(row).items()]
-    if known:
-        plain = _ood(rows[0])["entropy"]
-        name, kind, value = max(known, key=lambda entry: entry[2])
-        tells = f"{name} by its {kind} ({value:.3f} against {plain:.3f} for plain entropy)"
-        enough = "Plain entropy tells the unknown data as well as anything; the best is"
-        words += f" The unknown data is told best by {tells}." if value >= plain + BETTER else f" {enough} {tells}."
-    return words
+    """Say which row is worth it, where the recalibrated plain model is enough, and what detects other data."""
+    bar = rows[min(1, len(rows) - 1)]
+    gains = {row: apart(row, bar) for row in rows[2:]}
+    better = [row for row, (gain, error) in gains.items() if gain < -max(CLEAR * error, WORTH)]
+    words = f"{bar.name} is enough here: nothing has a clearly lower NLL."
+    if better:
+        best = min(better, key=lambda row: gains[row][0])
+        gain, error = gains[best]
+        words = f"{best.name} is best: its NLL is lower than that of {bar.name} by {-gain:.3f} ± {error:.3f}."
+    known = [(row.name, kind, pair) for row in rows for kind, pair in row.uncertainties.items()]
+    if not known:
+        return words
+    _, plain_kind, plain = known[0]
+    name, kind, pair = max(known, key=lambda entry: metrics.auroc(*entry[2]))
+    top, base = metrics.auroc(*pair), metrics.auroc(*plain)
+    gain, error = detects(pair, plain)
+    end = f"out-of-distribution data: AUROC {top:.3f}, against {base:.3f} for the plain model's {plain_kind}"
+    if gain > CLEAR * error and round(gain, 3):
+        return f"{words} The {kind} of {name} is best at detecting {end}."
+    return f"{words} Nothing is clearly better than the plain model at detecting {end}."
 
 
-def _ood(row: Row) -> dict[str, float]:
-    """Return the AUROCs of telling unknown data."""
-    if row.unknown is None:
-        return {}
-    out = {"entropy": metrics.auroc(row.found.flat().entropy, row.unknown.flat().entropy)}
-    if row.found.num_samples > 1 or row.found.closed_form:
-        scores = [p.flat().mutual_information for p in (row.found, row.unknown)]
-        out["mutual information"] = metrics.auroc(*scores)
-    if row.found.novelty is not None and row.unknown.novelty is not None:
-        out["novelty"] = metrics.auroc(row.found.novelty, row.unknown.novelty)
-    return out
-
-
-def table(rows: list[Row], left_out: list[str]) -> str:
+def table(rows: list[Row], left_out: Sequence[str]) -> str:
     """Return the comparison as a Markdown table with its verdict."""
-    bar = next((row for row in rows if row.name == SCALED), rows[0])
-    head = (
-        "| | NLL | minus temperature | error % | ECE % (debiased) | OOD, entropy | OOD, MI | OOD, novelty | training s "
-        "| prediction |"
-    )
-    lines = [head, "|---" * 10 + "|"]
+    bar = rows[min(1, len(rows) - 1)]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.uncertainties))
+    keys = [key for key in COLUMNS if key in bar.found.scores]
+    head = ["", *(COLUMNS[key][0] for key in keys), f"NLL minus {bar.name}", *(f"OOD AUROC, {kind}" for kind in kinds)]
+    lines = [[*head, "training s", "prediction"], ["---"] * (len(head) + 2)]
     for row in rows:
-        scores, ood, (mean, error) = row.found.scores, _ood(row), apart(row, bar)
-        flat = row.found.flat()
-        assert flat.labels is not None
-        cells = [
-            row.name,
-            f"{scores['nll']:.4f}",
-            "" if row is bar else f"{mean:+.4f} ± {error:.4f}",
-            f"{100 * scores['error']:.1f}",
-            f"{100 * scores['ece']:.1f} ({100 * metrics.reliability(flat.probs, flat.labels).ece_debiased:.1f})",
-            *(f"{ood[kind]:.3f}" if kind in ood else "" for kind in ("entropy", "mutual information", "novelty")),
-            f"{row.seconds:.1f}",
-            f"{row.cost:.2f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", verdict(rows), *(f"Left out: {reason}" for reason in left_out)])
+        scores, pairs = row.found.scores, row.uncertainties
+        difference = "" if row is bar or "nll" not in scores else "{:+.4f} ± {:.4f}".format(*apart(row, bar))
+        cells = [COLUMNS[key][1].format(scores[key]) if key in scores else "" for key in keys]
+        aurocs = [f"{metrics.auroc(*pairs[kind]):.3f}" if kind in pairs else "" for kind in kinds]
+        lines.append([row.name, *cells, difference, *aurocs, f"{row.seconds:.1f}", f"{row.cost:.2f}"])
+    text = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([*text, "", verdict(rows), *(f"Left out: {reason}" for reason in left_out)])
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw NLL against the cost of a prediction, and error against coverage, as an SVG.
-
-    Raises:
-        ImportError: There is no matplotlib.
-    """
-    from bayesify.quality import plots
-    from bayesify.quality.plots import SMALL, finish, new_figure
-
-    figure = new_figure(7.5, 3.0)
-    left, right = figure.subplots(1, 2)
+    """Draw NLL against the cost of a prediction."""
+    ax = plots.new_axes(height=3.0)
     for row in rows:
-        error = float(row.losses.std() / math.sqrt(len(row.losses)))
-        left.errorbar(row.cost, row.found.scores["nll"], yerr=error, fmt="o", markersize=4, label=row.name)
-    left.set_xscale("log")
-
-    left.legend(fontsize=SMALL, frameon=False, loc="upper right")
-    finish(left, None, "processor time of a prediction over a plain one's", "NLL of the test data")
-    flat = {row.name: row.found.flat() for row in rows}
-    plots.risk_coverage({name: metrics.risk_coverage(p.probs, p.labels) for name, p in flat.items()}, ax=right)  # type: ignore[arg-type]
-    figure.savefig(path)
+        if "nll" in row.found.scores:
+            error = float(row.losses.std() / math.sqrt(len(row.losses)))
+            ax.errorbar(row.cost, row.found.scores["nll"], yerr=error, fmt="o", markersize=4, label=row.name)
+    ax.set_xscale("log")
+    ax.legend(fontsize=plots.SMALL, frameon=False, loc="upper right")
+    plots.finish(ax, None, "processor time of a prediction over a plain one's", "NLL of the test data").savefig(path)
 
 
-def run(source: str, *, minutes: float, epochs: int, lr: float, head: str | None, out: Path) -> None:
+def run(source: str, out: Path, **settings: Any) -> None:
     """Compare, print the table and write it with its picture."""
-    rows, left_out = compare(read_case(source), minutes=minutes, epochs=epochs, lr=lr, head=head)
+    rows, left_out = compare(read_case(source), **settings)
     text = table(rows, left_out)
-    print(text)
     out.mkdir(parents=True, exist_ok=True)
     (out / "compare.md").write_text(text + "\n")
-    written = [out / "compare.md"]
+    print(f"{text}\n\nwrote {out / 'compare.md'}")
     try:
         draw(rows, out / "compare.svg")
-        written.append(out / "compare.svg")
+        print(f"wrote {out / 'compare.svg'}")
     except ImportError as error:
         print(f"no picture: {error}")
-    print("\nwrote " + ", ".join(map(str, written)))

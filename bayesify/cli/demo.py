@@ -1,8 +1,7 @@
-"""Show what four lines do to a trained network: handwritten digits that come with scikit-learn, a few seconds.
+"""What four lines add to a trained network, in a few seconds, on the handwritten digits that come with scikit-learn.
 
 The network is trained as usual on 200 digits. Its last layer then gets a Laplace posterior, whose scale is chosen on
-200 others, which also set the alarm for strange inputs; the rest are for the comparison, and random images are what
-the network has never seen.
+200 others, which also set the alarm; the rest are for the comparison, and random images are out of distribution.
 """
 
 from pathlib import Path
@@ -24,11 +23,7 @@ EPOCHS = 150
 
 
 def digits(seed: int) -> list[TensorDataset]:
-    """Return 200 digits to train on, 200 to tune with and the other 1397.
-
-    Raises:
-        ImportError: There is no scikit-learn.
-    """
+    """Return 200 digits to train on, 200 to tune with and the other 1397."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -52,16 +47,8 @@ def trained(data: TensorDataset, seed: int) -> nn.Sequential:
     return model.eval()
 
 
-def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
-    """Train, make the last layer Bayesian, compare, and write a picture, a report and a checkpoint.
-
-    Args:
-        out: The folder for them.
-        seed: Of the split and the training.
-
-    Returns:
-        The predictions for test digits and random images, before and after.
-    """
+def run(out: Path, seed: int) -> None:
+    """Train, make the last layer Bayesian, compare, and write a picture, a report and a checkpoint into a folder."""
     train, validation, test = digits(seed)
     noise = torch.rand(500, 64, generator=torch.Generator().manual_seed(seed))
     model = trained(train, seed)
@@ -76,7 +63,7 @@ def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
     found["four lines later"] = asked()
 
     print(f"{len(train)} digits to train on, {len(test)} to test; {len(noise)} random images as a trap\n")
-    print(f"{'':18}{'error':>8}{'NLL':>9}{'ECE':>8}{'sure of a digit':>17}{'sure of noise':>15}{'OOD AUROC':>11}")
+    print(f"{'':18}{'error':>8}{'NLL':>9}{'ECE':>8}{'sure of digits':>17}{'sure of noise':>15}{'OOD AUROC':>11}")
     for name, (seen, unseen) in found.items():
         s, auroc = seen.scores, metrics.auroc(seen.entropy, unseen.entropy)
         sure = f"{seen.confidence.mean():>17.1%}{unseen.confidence.mean():>15.1%}"
@@ -94,4 +81,3 @@ def run(out: Path, seed: int) -> dict[str, tuple[Predictive, Predictive]]:
         print(f"wrote {picture} and {page}")
     except ImportError as error:
         print(f"no report: {error}")
-    return found

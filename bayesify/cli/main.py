@@ -7,6 +7,7 @@ import argparse
 import sys
 import zipfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bayesify.core.summary import inspect_file
 from bayesify.prediction.predictive import Predictive
 from bayesify.quality import plots
 
-KEPT = ("logits", "labels", "novelty", "novelty_pvalue")  # tensors of a prediction that may be missing
+OPTIONAL = ("logits", "labels", "novelty", "novelty_pvalue")  # tensors of a prediction that may be missing
 OUR_ERRORS = (ValueError, TypeError, ImportError, OSError)
 
 
@@ -35,9 +36,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         >>> main(["inspect", "nowhere"])  # the message goes to stderr
         1
     """
-    args = _parser().parse_args(arguments)
+    options = vars(_parser().parse_args(arguments))
+    command = options.pop("command")
     try:
-        args.run(args)
+        if command in ("inspect", "summary"):
+            found = inspect_file(options["dir"])
+            print("\n\n".join(str(part if command == "inspect" else part.summary) for part in found))
+        elif command == "report":
+            _report(**options)
+        else:
+            import_module(f"bayesify.cli.{command}").run(**options)
     except BrokenPipeError:
         sys.stderr.close()  # whoever read the output has seen enough
         return 1
@@ -48,76 +56,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser; the options of a command are the arguments of the function that runs it."""
     parser = argparse.ArgumentParser(prog="bayesify", description=bayesify.__doc__)
     parser.add_argument("--version", action="version", version=f"bayesify {bayesify.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     demo = commands.add_parser("demo", help="train on embedded digits, before and after bayesify (seconds)")
     demo.add_argument("--out", type=Path, default=Path("demo"), help="folder for the report and the saved posterior")
     demo.add_argument("--seed", type=int, default=0)
-    demo.set_defaults(run=_demo)
 
-    compare = commands.add_parser(
-        "compare", help="your own model and data: plain, temperature scaling, posteriors, in one table"
+    compare = commands.add_parser("compare", help="your own model and data: plain and Bayesian, in one table")
+    returned = "file.py:function or module:function that returns (model, train, validation, test) or these and ood"
+    compare.add_argument("source", metavar="CASE", help=returned)
+    kinds = (
+        "novelty, la, la-self, la-all, five (trainings), a method such as vi, file.py:name of your own (all that suit)"
     )
-    compare.add_argument("case", help="file.py:function or module:function; it returns model, train, validation, test")
+    compare.add_argument("--methods", nargs="+", metavar="METHOD", help=kinds)
     compare.add_argument("--minutes", type=float, default=10.0, help="after these nothing new begins (10)")
     compare.add_argument("--epochs", type=int, default=0, help="train the model so long; 0 takes it as trained (0)")
     compare.add_argument("--lr", type=float, default=1e-3, help="of that training, by AdamW (0.001)")
-    compare.add_argument("--head", help="name of the last linear layer, where a forward pass does not tell")
+    compare.add_argument("--head", help="name of the last linear layer, where a forward pass does not find it")
     compare.add_argument("--out", type=Path, default=Path("compare"), help="folder for the table and the picture")
-    compare.set_defaults(run=_compare)
 
-    inspect = commands.add_parser("inspect", help="what a saved posterior holds: method, sizes, spread")
-    summary = commands.add_parser("summary", help="every tensor of a saved posterior, or its modules")
-    for command, run in ((inspect, _inspect), (summary, _summary)):
-        command.add_argument("dir", type=Path, help="a folder that bayesify.save wrote")
-        command.set_defaults(run=run)
+    for name, text in {
+        "inspect": "what a saved posterior holds: method, sizes, spread",
+        "summary": "every tensor of a saved posterior, or its modules",
+    }.items():
+        commands.add_parser(name, help=text).add_argument("dir", type=Path, help="a folder that bayesify.save wrote")
 
     check = commands.add_parser("check", help="what this computer's engines compute, and what training steps cost")
-    check.add_argument("--json", action="store_true", help="print one JSON object, for a bug report")
+    check.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object, for a bug report")
     check.add_argument("--device", help="such as cpu or cuda (a GPU where there is one)")
-    check.set_defaults(run=_check)
 
-    report = commands.add_parser("report", help="an HTML page of a saved prediction")
+    report = commands.add_parser("report", help="a page of a saved prediction, or of one compared with another")
     report.add_argument("file", type=Path, help="made by numpy.savez(file, **predict(...).numpy())")
     report.add_argument("--ood", type=Path, help="the same for out-of-distribution data")
-    report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (report.html)")
+    report.add_argument("--validation", type=Path, help="the same for the validation set, to compare FILE with")
+    report.add_argument("--threshold", type=float, help="the confidence below which the model abstains")
+    report.add_argument("--out", type=Path, default=Path("report.html"), help="the page, or a .json (report.html)")
     report.add_argument("--title", default="Predictive uncertainty")
-    report.set_defaults(run=_report)
     return parser
 
 
-def _demo(args: argparse.Namespace) -> None:
-    from bayesify.cli.demo import run
-
-    run(args.out, args.seed)
-
-
-def _compare(args: argparse.Namespace) -> None:
-    from bayesify.cli.compare import run
-
-    run(args.case, minutes=args.minutes, epochs=args.epochs, lr=args.lr, head=args.head, out=args.out)
-
-
-def _check(args: argparse.Namespace) -> None:
-    from bayesify.cli.check import run
-
-    run(args.device, as_json=args.json)
-
-
-def _inspect(args: argparse.Namespace) -> None:
-    print("\n\n".join(str(found) for found in inspect_file(args.dir)))
-
-
-def _summary(args: argparse.Namespace) -> None:
-    print("\n\n".join(str(found.summary) for found in inspect_file(args.dir)))
-
-
-def _report(args: argparse.Namespace) -> None:
-    found = read_prediction(args.file)
-    ood = None if args.ood is None else read_prediction(args.ood)
-    path = plots.report(found, args.out, ood=ood, title=args.title)
+def _report(file: Path, out: Path, title: str, threshold: float | None, **others: Path | None) -> None:
+    found = read_prediction(file)
+    sets: dict[str, Any] = {name: None if path is None else read_prediction(path) for name, path in others.items()}
+    path = plots.report(found, out, title=title, threshold=threshold, **sets)
     print(f"{found}\nwrote {path}")
 
 
@@ -154,7 +138,7 @@ def read_prediction(path: Path) -> Predictive:
             f"{entropies.shape} and {probs.shape}; call plots.report(out, page) where other predictions were made"
         )
     # A closed form is not the softmax of its logits, which are the mean's.
-    kept: dict[str, Any] = {name: torch.from_numpy(content[name]) if name in content else None for name in KEPT}
+    kept: dict[str, Any] = {name: torch.from_numpy(content[name]) if name in content else None for name in OPTIONAL}
     samples = 0 if kept["logits"] is None else len(kept["logits"])
     return Predictive(
         log_probs=torch.from_numpy(probs).double().clamp_min(np.finfo(np.float64).tiny).log(),

@@ -163,7 +163,7 @@ def _means(sets: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 def informative(predictive: Any) -> dict[str, Any]:
     """Return the uncertainties of each example that say something: not those that are zero or not known."""
     if hasattr(predictive, "interval"):
-        kinds = {"Standard deviation": predictive.std.flatten(1).mean(1)}
+        kinds = {"Standard deviation": predictive.std.reshape(len(predictive), -1).mean(1)}
     else:
         kinds = {"Entropy": predictive.entropy}
         if predictive.mutual_information.max() > _NO_INFORMATION:
