@@ -80,7 +80,8 @@ class Row:
     def losses(self) -> Tensor:
         """The negative log-likelihood of each test item."""
         if hasattr(self.found, "interval"):
-            return mixture_nll(*self.found.components, self.found.targets()).reshape(len(self.found), -1).mean(1)
+            means, stds = self.found.components
+            return mixture_nll(means, stds, self.found.targets()).reshape(len(self.found), -1).mean(1)
         flat = self.found.flat()
         return F.nll_loss(flat.log_probs, flat.labels.long(), reduction="none")
 
@@ -115,11 +116,7 @@ def imported(source: str, name: str) -> Any:
 
 
 def read_case(source: str) -> Callable[[], Case]:
-    """Return the function that makes model and data: `case` of a file or module, or the one named after a colon.
-
-    It takes nothing and returns (model, train, validation, test), with `ood` as a fifth if there is any, or a dict of
-    these. Test and validation data are read once, in one order for all.
-    """
+    """Return the function that makes the case; test and validation data are read once, in one order for all."""
     make = imported(source, "case")
 
     def case() -> Case:
@@ -152,7 +149,12 @@ class Comparison:
             raise ValueError("the training batches have no labels; give (inputs, labels), or dicts with 'labels'")
         self.regression = torch.as_tensor(self.labels[0]).is_floating_point()
         self.task = "regression" if self.regression else None
+        self.steps = self.epochs * len(self.labels)
+        self.noise: Any = 1.0
         self.plain = self.trained(self.case.model) if self.epochs else self.case.model
+        if self.regression and self.epochs:
+            found = self.way(self.plain)(self.case.validation)
+            self.noise = torch.as_tensor(metrics.fit_noise(found.outputs, found.targets()), dtype=torch.float32)
 
     def way(self, model: Any, **options: Any) -> Way:
         """Return how a model predicts; what a user's function made may be a way itself."""
@@ -186,9 +188,9 @@ class Comparison:
             return fitted[method]
         if ":" not in method and not method.endswith(".py"):
             return f"{method} + {suffix}", lambda: self.bayesian(method)
-        own = imported(method, "method")
-        if isinstance(own, methods.Method) or (isinstance(own, type) and issubclass(own, methods.Method)):
-            return method, lambda: self.bayesian(own if isinstance(own, methods.Method) else own())
+        own: Any = imported(method, "method")
+        if isinstance(own, methods.Method | type):
+            return method, lambda: self.bayesian(own() if isinstance(own, type) else own)
         return method, lambda: self.way(own(self.case._replace(model=copy.deepcopy(self.plain))), seed=0)
 
     def novelty(self) -> Way:
@@ -210,7 +212,9 @@ class Comparison:
     def bayesian(self, method: Any) -> Way:
         """Train by a method."""
         torch.manual_seed(0)
-        model = self.trained(bayesify(self.make().model, method), getattr(method, "name", method))
+        second_half: dict[str, Any] = {"burnin": self.steps // 2, "thin": 1} if method == "sgld" else {}
+        model = bayesify(self.make().model, method, **second_half)
+        model = self.trained(model, getattr(method, "name", method))
         return self.recalibrated(self.way(model, seed=0))
 
     def five(self) -> Way:
@@ -221,31 +225,36 @@ class Comparison:
             members.append(self.trained(self.make().model))
         return self.recalibrated(self.way(mix(bayesify(m, "vanilla") for m in members)))
 
+    def loss(self, outputs: Tensor, y: Tensor) -> Any:
+        """Return cross-entropy, or the squared error over twice the noise in the plain model's residuals."""
+        if not self.regression:
+            return F.cross_entropy(outputs, y)
+        return ((outputs - y.view_as(outputs)).square() / (2 * self.noise)).sum() / len(y)
+
     def trained(self, model: nn.Module, method: str = "") -> nn.Module:
         """Train with a rate that falls to 0, or in the cycles of a method, with the penalty of a posterior."""
         if not self.epochs:
             raise ValueError("it takes a training of its own; pass --epochs")
-        count, steps = sum(len(y) for y in self.labels), self.epochs * len(self.labels)
-        loss_of: nn.Module = nn.MSELoss() if self.regression else nn.CrossEntropyLoss()
-        if method and self.regression:
-            loss_of = methods.noise(model, outputs=self.labels[0][0].numel())
+        count = sum(len(y) for y in self.labels)
+        end = math.inf if method == "sgld" else self.steps  # where the rate is 0
         sampler: Any = {"ivon": IVON, "sgld": SGLD}.get(method)
         if sampler:
             optimizer = sampler(model, self.lr, num_data=count, like="adamw")
         else:
             groups: Any = param_groups(model, self.lr) if method else model.parameters()
             optimizer = torch.optim.AdamW(groups, self.lr, weight_decay=0.0)
-        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / end))
         if method in ("ensemble", "swag"):
-            schedule = Cycles(optimizer, model, steps=steps)
+            schedule = Cycles(optimizer, model, steps=self.steps)
         model.train()
         for _ in range(self.epochs):
             for batch in self.case.train:
                 inputs, y = split_batch(to_device(batch, device_of(model)))
                 optimizer.zero_grad()
                 outputs = logits_of(call_model(model, inputs))
-                loss = loss_of(outputs, y.view_as(outputs).to(outputs.dtype) if self.regression else y)
-                (loss + penalty(model, num_data=count) if method else loss).backward()
+                loss = self.loss(outputs, y)
+                loss = loss + penalty(model, num_data=count) if method else loss
+                loss.backward()
                 optimizer.step()
                 schedule.step()
         return model.eval()
@@ -287,9 +296,8 @@ def compare(
     if plain(setting.case.test).labels is None:  # also since the first pass is slower than those that follow
         raise ValueError("the test batches have no labels; give (inputs, labels), or dicts with 'labels'")
     if methods is None:
-        fitted = [name for name in FITTED if name != "la-self" or not setting.regression]
-        methods = [*fitted, *(TRAINED if setting.epochs else ())]
-    ways = {PLAIN: lambda: plain} | dict(map(setting.named, [PLAIN, *methods]))
+        methods = [m for m in FITTED + TRAINED * bool(setting.epochs) if m != "la-self" or not setting.regression]
+    ways: dict[str, Callable[[], Way]] = {PLAIN: lambda: plain} | dict(map(setting.named, [PLAIN, *methods]))
     rows, left_out, unit = list[Row](), list[str](), 0.0
     for name, fit in ways.items():
         if rows and time.monotonic() > until:
@@ -374,8 +382,7 @@ def draw(rows: list[Row], path: Path) -> None:
     ax = plots.new_axes(height=3.0)
     for row in rows:
         if "nll" in row.found.scores:
-            error = float(row.losses.std() / math.sqrt(len(row.losses)))
-            ax.errorbar(row.cost, row.found.scores["nll"], yerr=error, fmt="o", markersize=4, label=row.name)
+            ax.plot(row.cost, row.found.scores["nll"], "o", markersize=4, label=row.name)
     ax.set_xscale("log")
     ax.legend(fontsize=plots.SMALL, frameon=False, loc="upper right")
     plots.finish(ax, None, "processor time of a prediction over a plain one's", "NLL of the test data").savefig(path)
@@ -388,8 +395,6 @@ def run(source: str, out: Path, **settings: Any) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "compare.md").write_text(text + "\n")
     print(f"{text}\n\nwrote {out / 'compare.md'}")
-    try:
+    with suppress(ImportError):  # no matplotlib
         draw(rows, out / "compare.svg")
         print(f"wrote {out / 'compare.svg'}")
-    except ImportError as error:
-        print(f"no picture: {error}")
