@@ -332,7 +332,7 @@ def detects(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
         for pair in (first, second):
             others = pair[1 - i].sort().values
             ranks = torch.searchsorted(others, pair[i]) + torch.searchsorted(others, pair[i], right=True)
-            shares.append(sign * ranks / (2 * len(others)))
+            shares.append(sign * ranks.double() / (2 * len(others)))
         differences.append(shares[0] - shares[1])
     return float(differences[1].mean()), math.sqrt(sum(float(d.var()) / len(d) for d in differences))
 
