@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import active, bayesify, mix, predict
+from bayesify import active, bayesify, fit_novelty, mix, predict
 from bayesify.prediction.batches import IGNORED
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -173,6 +173,12 @@ def test_random_augmentation_is_no_epistemic_uncertainty(members):
     model = mix(models) if members > 1 else models[0]
     found = predict(model, torch.utils.data.DataLoader(Augmented(), batch_size=2), samples=4, seed=0)
     torch.testing.assert_close(found.logits, found.logits[:1].expand(4, 4, 2), atol=1e-4, rtol=0)
+
+
+def test_random_augmentation_is_no_obstacle_to_novelty():
+    model = fit_novelty(wide(nn.Linear(3, 2)), torch.randn(60, 3), held_out=torch.randn(40, 3))
+    found = predict(model, torch.utils.data.DataLoader(Augmented(), batch_size=2), samples=0)
+    assert found.novelty_pvalue.shape == (4,)
 
 
 def test_data_that_stays_the_same_is_read_once_per_sample():

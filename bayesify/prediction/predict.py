@@ -5,7 +5,7 @@ order each time, and where a part of the model has no posterior: that part is th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -241,32 +241,32 @@ class Run:
         alone, device = len(self.members) == 1, device_of(self.model)
         draws = [Draw(seed, pinned=True, keep=True) for seed in seeds]
         modes = [Mode(draw=draw, member=i if alone else number) for i, draw in enumerate(draws)] or [MEAN]
-        # Statistics hold for one sample: it sees all the data before the next one comes.
-        groups = [modes] if self.refresh is None else [[mode] for mode in modes]
-        several = len(groups[0]) > 1 and _thetas_fit(self.model, len(modes))
+        several = self.refresh is None and len(modes) > 1 and _thetas_fit(self.model, len(modes))
         tally, labels, places = TALLIES[self.task](keep=self.keep), dict[int, Any](), LabelPlaces(self.model)
         with (
             views(self.model, len(modes)) as own,
             reusing(self.model, own) if several else nullcontext() as memory,
             self.bar(batches, len(modes)) as bar,
+            ExitStack() as statistics,
         ):
-            for first, group in enumerate(groups):
-                with own_statistics(own[first], self.refresh, self.scopes, group[0]):
-                    for sample, i, batch in _turns(batches, group, memory):
-                        (inputs, target), mode, one = split_batch(batch), group[sample], own[first + sample]
-                        with override(self.scopes, mode):
-                            with self.watched(one, number, mode) as calls:
-                                output = call_model(one, to_device(inputs, device), to_device(target, device))
-                            if i not in labels:
-                                labels[i] = places(batch, output)
-                        if calls is not None and self.watch is not None:
-                            self.watch.take(i, calls, inputs, output)
-                        logits = logits_of(output)
-                        if isinstance(tally, ClassificationTally) and tally.classes is None:
-                            last = self.task == "tokens" or not isinstance(output, Tensor)
-                            tally.classes = classes_at(logits, labels[i], last=last)
-                        tally.add(i, logits)
-                        bar.update()
+            for sample, i, batch in _turns(batches, modes, memory):
+                (inputs, target), mode, one = split_batch(batch), modes[sample], own[sample]
+                if self.refresh is not None and i == 0:  # the next sample; the last one has seen all the data
+                    statistics.close()
+                    statistics.enter_context(own_statistics(one, self.refresh, self.scopes, mode))
+                with override(self.scopes, mode):
+                    with self.watched(one, number, mode) as calls:
+                        output = call_model(one, to_device(inputs, device), to_device(target, device))
+                    if i not in labels:
+                        labels[i] = places(batch, output)
+                if calls is not None and self.watch is not None:
+                    self.watch.take(i, calls, inputs, output)
+                logits = logits_of(output)
+                if isinstance(tally, ClassificationTally) and tally.classes is None:
+                    last = self.task == "tokens" or not isinstance(output, Tensor)
+                    tally.classes = classes_at(logits, labels[i], last=last)
+                tally.add(i, logits)
+                bar.update()
         return self.finished(number, tally, list(labels.values()), len(seeds))
 
     def in_closed_form(self, number: int, batches: Iterable[Any]) -> tuple[AnyPredictive | None, Iterable[Any]]:
