@@ -9,23 +9,25 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from bayesify.core import VERSION
 from bayesify.core.mixture import Mixture, components, mixture_in
 from bayesify.core.ranks import is_whole
-from bayesify.core.scopes import check_module, named_posteriors, samples, scopes_of
+from bayesify.core.scopes import check_module, named_posteriors, prior, samples, scopes_of
 from bayesify.core.wrap import unbayesify
-from bayesify.prediction.batches import classes_last, mean_and_log_var
-from bayesify.prediction.gaussian import GaussianLogits
-from bayesify.prediction.novelty import check_share, novelty_of
+from bayesify.prediction.batches import call_model, classes_last, logits_of, mean_and_log_var
+from bayesify.prediction.gaussian import GaussianLogits, Spread, normal_points
+from bayesify.prediction.last_layer import base_of, hidden, pooled, same_output, tapped
+from bayesify.prediction.novelty import Novelty, check_share, novelty_of
 from bayesify.prediction.predict import is_plain, share
 from bayesify.prediction.regression import noise_of
-from bayesify.prediction.voices import LastLayerVoice, NoveltyVoice, PointVoice, entropy_of
+from bayesify.quality.metrics import Reference
 from bayesify.quality.regression import check_level, mixture_quantile
 
 BISECTIONS = 40  # halve an interval to the rounding of float32
@@ -45,14 +47,13 @@ def deploy(
 ) -> "Deployed":
     """Return a plain module that predicts what `predict` does, for a server or an exported file.
 
-    Its forward takes what the model takes, and returns a dict of tensors. For classes these are `probs`, `prediction`,
-    `confidence`, `entropy` and `mutual_information`; for a regression `mean`, `std`, `epistemic`, `low` and `high`;
-    after `fit_novelty` also `novelty` and `novelty_pvalue`. Where there is a threshold or a novelty, `answer` says
-    whether the prediction is confident and the input not too strange. There are no parametrizations and no hooks.
+    Its forward takes what the model takes, and returns a dict of tensors: `probs`, `prediction`, `confidence`,
+    `entropy` and `mutual_information` of classes, or `mean`, `std`, `epistemic`, `low` and `high` of a regression;
+    after `fit_novelty` also `novelty` and `novelty_pvalue`. With a threshold or a novelty, `answer` says whether the
+    prediction is confident and the input is not too strange.
 
-    A fitted last layer (`predict` in closed form) costs one pass. Other posteriors have `samples` draws baked in, each
-    a pass, and the weights that differ between them are held once per draw: the prediction is that of `predict(model,
-    x, samples=samples, seed=seed)`. A mixture or an ensemble has all of its members.
+    A fitted last layer costs one pass. Other posteriors have `samples` draws baked in, each a pass: the prediction is
+    that of `predict(model, x, samples=samples, seed=seed)`. A mixture or an ensemble has all of its members.
 
     Args:
         model: A bayesified model, or a plain one, which is a point. It is copied, not changed.
@@ -89,9 +90,8 @@ def deploy(
         raise ValueError(f"a threshold is on the confidence of a classification, and the task is {task!r}")
     if temperature is not None and task not in ("classification", "multilabel"):
         raise ValueError(f"a temperature divides logits, and the task is {task!r}")
-    divisor = 1.0 if temperature is None else float(temperature)
-    if not (divisor > 0 and math.isfinite(divisor)):
-        raise ValueError(f"temperature must be positive and finite, got {divisor}; 1.0 changes nothing")
+    if temperature is not None and not 0 < float(temperature) < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {temperature}; 1.0 changes nothing")
     check_level(level)
     known = novelty_of(model)
     if false_alarms is not None:
@@ -99,28 +99,16 @@ def deploy(
         if known is None:
             raise ValueError("the model has no novelty to raise alarms by; call fit_novelty(model, train_loader) first")
     voices = list(_voices(model, samples, seed, task))
-    stranger = None if known is None else NoveltyVoice.of(model, *known, voices[0].says, false_alarms)
-    if divisor != 1 and any(isinstance(voice.says, LastLayerVoice) for voice in voices):
-        raise ValueError(
-            "a closed form has no samples to divide by a temperature, and its prior was tuned; pass samples=, or no "
-            "temperature"
-        )
-    about = _about(model, voices, task, temperature, threshold)
-    return Deployed(voices, task, divisor, threshold, level, stranger, about=about)
+    if temperature not in (None, 1) and any(isinstance(voice, LastLayerVoice) for voice in voices):
+        raise ValueError("a closed form has no samples to divide by a temperature; pass samples=, or no temperature")
+    stranger = None if known is None else NoveltyVoice(*known, voices[0], false_alarms)
+    return Deployed(voices, stranger, level, _about(model, voices, task, temperature, threshold))
 
 
-class Voice(NamedTuple):
-    """A part of the average: its member, the module that gives its outputs, and the noise of a regression."""
-
-    member: int
-    says: "PointVoice | LastLayerVoice"
-    noise_var: Tensor | None
-
-
-def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Iterator[Voice]:
+def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Iterator["Voice"]:
     """Yield what `predict` would average: draws, members, closed forms."""
     if is_plain(model):
-        yield Voice(0, PointVoice(copy.deepcopy(model)), None)
+        yield Voice(0, copy.deepcopy(model))
         return
     mixture = mixture_in(model)
     if mixture is not None and mixture is not model:
@@ -128,13 +116,12 @@ def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Itera
     members = list(mixture.members) if isinstance(mixture, Mixture) else [model]
     members = members[:1] if wanted == 0 else members
     scopes = [scopes_of(member) for member in members]
-    for own in scopes:
-        for scope in own:
-            scope.method.check_ready(scope.posteriors) if wanted != 0 else None
+    for scope in (scope for own in scopes for scope in own if wanted != 0):
+        scope.method.check_ready(scope.posteriors)
     particles = [] if mixture is not None or wanted == 0 else components(model)
     if len(particles) > 1:
         for draw in range(len(particles) if wanted is None else wanted):
-            yield Voice(0, PointVoice(unbayesify(particles[draw % len(particles)])), None)
+            yield Voice(0, unbayesify(particles[draw % len(particles)]))
         return
     forms = [own[0].method.closed_form(own[0]) if wanted is None and len(own) == 1 else None for own in scopes]
     curved = any(f is None and any(s.method.linear for s in own) for f, own in zip(forms, scopes, strict=True))
@@ -148,20 +135,16 @@ def _voices(model: nn.Module, wanted: int | None, seed: int, task: str) -> Itera
         for i, (own, form) in enumerate(zip(scopes, forms, strict=True))
     ]
     thetas = _thetas(model, members, counts, seed)
-    speaking = [i for i, form in enumerate(forms) if form or thetas[i] or wanted == 0]
-    for i in speaking:
-        noise = noise_of(members[i], scopes[i])
+    for i, (member, form) in enumerate(zip(members, forms, strict=True)):
+        noise = noise_of(member, scopes[i])
         noise = None if noise is None else noise.float()
-        plain = unbayesify(copy.deepcopy(members[i]))
-        form = forms[i]
-        if form is not None:
-            name = next(name for name, module in members[i].named_modules() if module is form.head)
-            yield Voice(i, LastLayerVoice(plain, name, form.spread()), noise)
-        elif not thetas[i]:
-            yield Voice(i, PointVoice(plain), noise)
-        else:
-            for theta in thetas[i]:
-                yield Voice(i, PointVoice(_with(plain, theta)), noise)
+        plain = unbayesify(copy.deepcopy(member)) if form or thetas[i] or wanted == 0 else None
+        if plain is not None and form is not None:
+            layer = next(name for name, module in member.named_modules() if module is form.head)
+            yield LastLayerVoice(i, plain, noise, layer, form.spread())
+        elif plain is not None:
+            for theta in thetas[i] or [{}]:
+                yield Voice(i, _with(plain, theta), noise)
 
 
 def _thetas(model: nn.Module, members: list[nn.Module], counts: list[int], seed: int) -> list[list[dict[str, Tensor]]]:
@@ -188,15 +171,15 @@ def _with(plain: nn.Module, theta: dict[str, Tensor]) -> nn.Module:
     return twin
 
 
-def _about(model: nn.Module, voices: Sequence[Voice], task: str, temperature: Any, threshold: Any) -> dict[str, Any]:
-    """Say how a module was made: what an exported file carries as its metadata."""
+def _about(model: nn.Module, voices: Sequence["Voice"], task: str, temperature: Any, threshold: Any) -> dict[str, Any]:
+    """Return how a module was made: what an exported file carries as its metadata."""
     scopes = [] if is_plain(model) else scopes_of(model)
     return {
         "bayesify": VERSION,
         "torch": torch.__version__,
         "architecture": type(mixture.members[0] if (mixture := mixture_in(model)) else model).__name__,
         "methods": sorted({scope.method.name for scope in scopes}) or ["plain"],
-        "prediction": "closed form" if any(isinstance(v.says, LastLayerVoice) for v in voices) else "draws",
+        "prediction": "closed form" if any(isinstance(v, LastLayerVoice) for v in voices) else "draws",
         "passes": len(voices),
         "task": task,
         "temperature": None if temperature is None else float(temperature),
@@ -206,38 +189,16 @@ def _about(model: nn.Module, voices: Sequence[Voice], task: str, temperature: An
 
 
 class Deployed(nn.Module):
-    """A plain module that returns a prediction with its uncertainty; `deploy` makes it.
-
-    Args:
-        voices: What is averaged.
-        task: The kind of outputs.
-        temperature: What divides the logits.
-        threshold: The least confidence of an answer.
-        level: The probability of a regression's interval.
-        stranger: What measures novelty.
-        about: How the module was made.
-    """
+    """A plain module that returns a prediction with its uncertainty; `deploy` makes it."""
 
     def __init__(
-        self,
-        voices: Sequence[Voice],
-        task: str,
-        temperature: float,
-        threshold: float | None,
-        level: float,
-        stranger: NoveltyVoice | None = None,
-        *,
-        about: dict[str, Any],
+        self, voices: "Sequence[Voice]", stranger: "NoveltyVoice | None", level: float, about: dict[str, Any]
     ) -> None:
         super().__init__()
-        self.stranger = stranger
-        self.voices = nn.ModuleList(voice.says for voice in voices)
-        members = list(dict.fromkeys(voice.member for voice in voices))
+        self.voices, self.stranger, self.level, self.about = nn.ModuleList(voices), stranger, level, about
+        self.task, self.threshold, self.temperature = about["task"], about["threshold"], about["temperature"] or 1.0
+        members = dict.fromkeys(voice.member for voice in voices)
         self.members = [[i for i, voice in enumerate(voices) if voice.member == m] for m in members]
-        for i, voice in enumerate(voices):
-            self.register_buffer(f"noise{i}", voice.noise_var)
-        self.task, self.temperature, self.threshold, self.level = task, temperature, threshold, level
-        self.about = about
         self.eval()
 
     def forward(self, *inputs: Any, **named: Any) -> dict[str, Tensor]:
@@ -246,14 +207,14 @@ class Deployed(nn.Module):
         outputs = [voice(batch) for voice in self.voices]
         numbers = self.task in ("regression", "heteroscedastic")
         found = self._numbers(outputs) if numbers else self._classes(outputs)
-        if self.stranger is not None:
-            first = outputs[0].mean if isinstance(outputs[0], GaussianLogits) else outputs[0]
-            found["novelty"], found["novelty_pvalue"] = self.stranger(batch, first)
         if self.threshold is not None:
             found["answer"] = found["confidence"] >= self.threshold
         if self.stranger is not None:
-            usual = found["novelty_pvalue"] > self.stranger.false_alarms
-            found["answer"] = usual & found["answer"] if self.threshold is not None else usual
+            first = outputs[0].mean if isinstance(outputs[0], GaussianLogits) else outputs[0]
+            score, pvalue = self.stranger(batch, first)
+            usual = pvalue > self.stranger.false_alarms
+            answer = usual & found.pop("answer") if self.threshold is not None else usual
+            found |= {"novelty": score, "novelty_pvalue": pvalue, "answer": answer}
         return found
 
     def train(self, mode: bool = True) -> "Deployed":
@@ -263,8 +224,8 @@ class Deployed(nn.Module):
     @property
     def fields(self) -> list[str]:
         """The names of what `forward` returns, in their order."""
-        names = ["probs", "prediction", *(["confidence"] if self.task == "classification" else [])]
-        names += ["entropy", "mutual_information"]
+        certain = ["confidence"] if self.task == "classification" else []
+        names = ["probs", "prediction", *certain, "entropy", "mutual_information"]
         if self.task in ("regression", "heteroscedastic"):
             names = ["mean", "std", "epistemic", "low", "high"]
         names += [] if self.stranger is None else ["novelty", "novelty_pvalue"]
@@ -281,17 +242,12 @@ class Deployed(nn.Module):
             **named: The same, by keyword.
         """
         batch = torch.export.Dim("batch", min=2)
-
-        def shapes(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return {0: batch} if value.dim() else {}
-            if isinstance(value, dict):
-                return {key: shapes(v) for key, v in value.items()}
-            return type(value)(map(shapes, value)) if isinstance(value, (tuple, list)) else None
-
         given = (named,) if named else inputs  # the guards of torch.export know no names of **named
+        shapes = pytree.tree_map(
+            lambda value: ({0: batch} if value.dim() else {}) if isinstance(value, Tensor) else None, given
+        )
         with torch.no_grad():
-            return torch.export.export(self, given, dynamic_shapes={"inputs": shapes(given)})
+            return torch.export.export(self, given, dynamic_shapes={"inputs": shapes})
 
     def metadata(self) -> dict[str, str]:
         """Return `about` as texts, for the metadata of a file."""
@@ -302,38 +258,35 @@ class Deployed(nn.Module):
         probs, information = [], []
         for voice, output in zip(self.voices, outputs, strict=True):
             if isinstance(output, GaussianLogits):
-                p = F.log_softmax(output.scaled(), -1).exp()
-                probs.append(p)
-                information.append((entropy_of(p) - output.mutual_information(voice.points)).clamp_min(0))  # type: ignore[arg-type]
-            else:
-                logits = output.float() / self.temperature
-                p = torch.stack([-logits, logits], -1).sigmoid() if self.task == "multilabel" else logits
-                p = p if self.task == "multilabel" else classes_last(logits).softmax(-1)
-                probs.append(p)
-                information.append(entropy_of(p))
+                probs.append(F.log_softmax(output.scaled(), -1).exp())
+                own = output.mutual_information(voice.points)  # type: ignore[arg-type]
+                information.append((entropy_of(probs[-1]) - own).clamp_min(0))
+                continue
+            logits = output.float() / self.temperature
+            both = torch.stack([-logits, logits], -1) if self.task == "multilabel" else None
+            probs.append(classes_last(logits).softmax(-1) if both is None else both.sigmoid())
+            information.append(entropy_of(probs[-1]))
         average = self._average(probs)
         entropy = entropy_of(average)
         confidence, prediction = average.max(-1)
         answers = {"probs": average, "prediction": prediction, "confidence": confidence}
         if self.task == "multilabel":
             answers = {"probs": average[..., 1], "prediction": average[..., 1] > average[..., 0]}
-        return answers | {
-            "entropy": entropy,
-            "mutual_information": (entropy - self._average(information)).clamp_min(0),
-        }
+        mutual = (entropy - self._average(information)).clamp_min(0)
+        return answers | {"entropy": entropy, "mutual_information": mutual}
 
     def _numbers(self, outputs: list[Any]) -> dict[str, Tensor]:
         """Return the moments and the interval of the mixture of Gaussians, one for each voice."""
         means, spreads, noises = [], [], []
-        for i, output in enumerate(outputs):
-            noise = getattr(self, f"noise{i}")
+        for voice, output in zip(self.voices, outputs, strict=True):
+            noise: Any = voice.noise
             if isinstance(output, GaussianLogits):
                 mean, spread = output.mean, output.variance()
-            elif self.task == "heteroscedastic":
-                mean, log_var = mean_and_log_var(output.float())
-                spread, noise = torch.zeros_like(mean), log_var.exp()
             else:
                 mean = output.float()
+                if self.task == "heteroscedastic":
+                    mean, log_var = mean_and_log_var(mean)
+                    noise = log_var.exp()
                 spread = torch.zeros_like(mean)
             means.append(mean)
             spreads.append(spread)
@@ -355,5 +308,95 @@ class Deployed(nn.Module):
 
     def _average(self, values: list[Tensor]) -> Tensor:
         """Return the mean over members of the means over their voices."""
-        each = [torch.stack([values[i] for i in own]).mean(0) for own in self.members]
-        return torch.stack(each).mean(0)
+        return torch.stack([torch.stack([values[i] for i in own]).mean(0) for own in self.members]).mean(0)
+
+
+# -- the parts of the average ------------------------------------------------------------------------------------------
+
+
+class Voice(nn.Module):
+    """A plain model with fixed weights: a member's mean or one of its draws, and the noise of a regression."""
+
+    def __init__(self, member: int, model: nn.Module, noise: Tensor | None = None) -> None:
+        super().__init__()
+        self.member, self.model = member, model.eval().requires_grad_(False)
+        self.register_buffer("noise", noise)
+
+    def forward(self, inputs: Any) -> Tensor:
+        """Return the model's outputs."""
+        return logits_of(call_model(self.model, inputs))
+
+
+class LastLayerVoice(Voice):
+    """A model whose last layer has Gaussian weights: its outputs are Gaussian."""
+
+    def __init__(self, member: int, model: nn.Module, noise: Tensor | None, layer: str, spread: Spread) -> None:
+        model, head = tapped(model, layer)
+        super().__init__(member, model, noise)
+        self.head = head
+        classes = spread.variances.shape[1]
+        points = normal_points(classes) if classes > 1 else torch.zeros(1, 1)
+        _hold(self, points=points.to(spread.variances.dtype), **spread._asdict())
+
+    def forward(self, inputs: Any) -> GaussianLogits:  # type: ignore[override]
+        """Return the distribution of the model's outputs."""
+        output = super().forward(inputs)
+        features, own = self.head.taken()
+        watched = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
+        if watched and not same_output(own, output):
+            raise ValueError("the Bayesian layer is not the model's last: pass samples=, a number of draws")
+        return Spread(*(getattr(self, name) for name in Spread._fields)).logits(features, output)
+
+
+class NoveltyVoice(nn.Module):
+    """How strange an input is, by the statistics of `fit_novelty`."""
+
+    held_out: Tensor
+
+    def __init__(self, host: nn.Module, novelty: Novelty, first: Voice, false_alarms: float | None) -> None:
+        super().__init__()
+        at_mean = isinstance(first, LastLayerVoice) or is_plain(host)
+        self.mean = None if at_mean else Voice(0, unbayesify(copy.deepcopy(host)))  # its entropy counts
+        self.start = Voice(0, _at_prior(host)) if novelty.at == "prior" else None  # its features count
+        source = self.start or self.mean or first
+        source.model, self.tap = tapped(source.model, novelty.layer)
+        self.layer, self.scales, self.kind = novelty.layer, novelty.scales, novelty.reference.kind
+        self.body = novelty.layer == base_of(host)  # whose outputs are the features, as of a Hugging Face model
+        self.false_alarms = novelty.false_alarms if false_alarms is None else false_alarms
+        tensors = {name: value for name, value in vars(novelty.reference).items() if name != "kind"}
+        self.names = tuple(tensors)
+        _hold(self, held_out=novelty.held_out, **tensors)
+
+    def forward(self, inputs: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return novelty and p-value of a batch, for the outputs of the mean if the average has run it."""
+        if self.mean is not None:
+            logits = self.mean(inputs)
+        if self.start is not None:
+            self.start(inputs)
+        given, output = self.tap.taken()
+        mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
+        features = pooled(hidden(output) if self.body else given, mask, self.layer).float()
+        reference = Reference(self.kind, **{name: getattr(self, name) for name in self.names})
+        novelty = Novelty(self.layer, "", reference, self.held_out, self.scales, self.false_alarms, 0.0)
+        entropy = entropy_of(logits.float().softmax(-1)) if len(self.scales) > 1 else None
+        score = novelty.score(features, entropy)
+        return score, novelty.pvalue(score)
+
+
+def _at_prior(host: nn.Module) -> nn.Module:
+    """Return a plain copy of a model at its prior mean, with the buffers of the start."""
+    with prior(host):
+        plain = unbayesify(copy.deepcopy(host))
+    return _with(plain, {name: posterior.prior_mean for name, posterior in named_posteriors(host)})
+
+
+def _hold(module: nn.Module, **tensors: Tensor | None) -> None:
+    """Register copies of tensors as buffers."""
+    for name, t in tensors.items():
+        own = None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
+        module.register_buffer(name, own)
+
+
+def entropy_of(probs: Tensor) -> Tensor:
+    """Return -sum_k p_k log p_k, with 0 log 0 = 0."""
+    return -torch.where(probs > 0, probs * probs.clamp_min(torch.finfo(probs.dtype).tiny).log(), 0.0).sum(-1)

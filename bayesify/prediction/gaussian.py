@@ -18,17 +18,11 @@ AT_ONCE = 1 << 20  # numbers of all examples
 
 
 class GaussianLogits(NamedTuple):
-    """N(mean, Q diag(q) Q^T) for each example.
+    """N(mean, Q diag(q) Q^T) for each example."""
 
-    Attributes:
-        mean: (N, ..., K).
-        q: Variances in the eigenbasis, (N, ..., K).
-        basis: Q, (K, K), the same for all; None is the identity.
-    """
-
-    mean: Tensor
-    q: Tensor
-    basis: Tensor | None
+    mean: Tensor  # (N, ..., K)
+    q: Tensor  # variances in the eigenbasis, (N, ..., K)
+    basis: Tensor | None  # Q, (K, K), the same for all; None is the identity
 
     def variance(self) -> Tensor:
         """Return the variance of each logit: diag(Q diag(q) Q^T)."""
@@ -62,12 +56,9 @@ class GaussianLogits(NamedTuple):
     def mutual_information(self, points: Tensor | None = None) -> Tensor:
         """Return the entropy of the mean softmax minus the mean of the entropies, both over the same draws.
 
-        The draws mu + Q (sqrt(q) * eps) use the same eps for every example, quasi-random ones, no seed. The entropy
-        H(S) of the mean of S draws is too small, by c/S + d/S^2 + ...: at most log S, however many classes there are.
-        From the halves and the quarters of the draws it is extrapolated to 8/3 H(S) - 2 H(S/2) + 1/3 H(S/4).
-
-        Args:
-            points: The draws of eps, (points, K); None is `normal_points`.
+        The draws mu + Q (sqrt(q) * eps) use the same quasi-random `points` eps, (points, K), for every example. The
+        entropy H(S) of the mean of S draws is too small, by c/S + d/S^2 + ...: at most log S, however many classes
+        there are. From halves and quarters of the draws it is extrapolated to 8/3 H(S) - 2 H(S/2) + 1/3 H(S/4).
         """
         # Classes before examples: a softmax over few classes is an order of magnitude faster there.
         size, mean = (t.movedim(-1, 0).flatten(1) for t in (self.q.sqrt(), self.mean))
@@ -84,32 +75,20 @@ class GaussianLogits(NamedTuple):
                 total, entropy = total + p.sum(1), entropy - torch.special.xlogy(p, p).sum((0, 1))
             quarters.append(total / len(quarter))
         p = torch.stack(quarters)
-        whole, halves, each = (-torch.special.xlogy(a, a).sum(1).mean(0) for a in _averages(p))
+        averages = p.mean(0, keepdim=True), (p[::2] + p[1::2]) / 2, p  # of all four, of pairs, of each
+        whole, halves, each = (-torch.special.xlogy(a, a).sum(1).mean(0) for a in averages)
         found: Tensor = 8 / 3 * whole - 2 * halves + each / 3 - entropy / len(normals)
         return found.clamp_min(0).view(self.q.shape[:-1])
 
 
-def _averages(quarters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the means of all four, of the pairs, and of each, (1 or 2 or 4, K, examples)."""
-    return quarters.mean(0, keepdim=True), (quarters[::2] + quarters[1::2]) / 2, quarters
-
-
 class Spread(NamedTuple):
-    """How a linear layer with Gaussian weights spreads its outputs: q = z^2 V + c with z = x R + r, in a basis Q.
+    """How a linear layer with Gaussian weights spreads its outputs: q = z^2 V + c with z = x R + r, in a basis Q."""
 
-    Attributes:
-        right: R, the features' eigenbasis, (D, n); None is the identity.
-        shift: r, what the bias's constant input adds, (n,), or None.
-        variances: V, (n, K).
-        constant: c, the variance of the bias, (K,), or None.
-        basis: Q, the outputs' eigenbasis, (K, K); None is the identity.
-    """
-
-    right: Tensor | None
-    shift: Tensor | None
-    variances: Tensor
-    constant: Tensor | None
-    basis: Tensor | None
+    right: Tensor | None  # R, the features' eigenbasis, (D, n); None is the identity
+    shift: Tensor | None  # r, what the bias's constant input adds, (n,)
+    variances: Tensor  # V, (n, K)
+    constant: Tensor | None  # c, the variance of the bias, (K,)
+    basis: Tensor | None  # Q, the outputs' eigenbasis, (K, K); None is the identity
 
     def logits(self, features: Tensor, mean: Tensor) -> GaussianLogits:
         """Return the outputs' distribution for features (N, ..., D) and the outputs (N, ..., K) of the mean."""

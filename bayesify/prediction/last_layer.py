@@ -1,5 +1,6 @@
 """What a layer sees in one pass: for closed forms of the last layer, and as the features of novelty."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -31,20 +32,18 @@ class NotLastError(Exception):
 
 
 class Passed(NamedTuple):
-    """A batch after its pass: the last layer's inputs, the model's outputs, the labels and the model's inputs."""
+    """A batch after its pass."""
 
-    features: Tensor
-    output: Tensor
+    features: Tensor  # the last layer's inputs
+    output: Tensor  # the model's
     target: Any
-    inputs: Any
+    inputs: Any  # the model's
 
 
 def passed(
     model: nn.Module, scopes: Sequence[Scope], head: nn.Module, batches: Iterable[Any], mode: Mode = MEAN
 ) -> Iterator[Passed]:
-    """Yield the batches with the inputs of a layer, in mean mode; the model should be in evaluation mode.
-
-    Of a mixture, `mode` names the member.
+    """Yield the batches with the inputs of a layer, in mean mode, of which `mode` names a mixture's member.
 
     Raises:
         NotLastError: The layer is used otherwise than once, for the model's outputs.
@@ -62,17 +61,17 @@ def passed(
 
 
 def same_output(found: Any, output: Tensor) -> bool:
-    """Tell whether a layer's output is the model's, perhaps in another precision."""
+    """Return whether a layer's output is the model's, perhaps in another precision."""
     if not isinstance(found, Tensor) or found.shape != output.shape:
         return False
     return found.data_ptr() == output.data_ptr() or torch.equal(found.to(output.dtype), output)
 
 
 class Call(NamedTuple):
-    """A call of a layer: its name, what it took first, and what it gave."""
+    """A call of a layer."""
 
     name: str
-    inputs: Tensor
+    inputs: Tensor  # the first
     output: Any
 
 
@@ -152,14 +151,7 @@ def posteriors_of(host: nn.Module) -> dict[str, Posterior]:
 
 
 class Reader:
-    """Run a model, and read its features on the way.
-
-    Args:
-        model: The model.
-        host: The module in it that layer names belong to.
-        layer: The name of the layer whose inputs are the features; None leaves it to `find`.
-        at: The weights that features are read at.
-    """
+    """Run a model, and read its features on the way: inputs of a layer of its `host`; without a name, `find` it."""
 
     def __init__(self, model: nn.Module, host: nn.Module, layer: str | None, at: str = "mean") -> None:
         self.model, self.host, self.name, self.at = model, host, layer or "", at
@@ -191,12 +183,8 @@ class Reader:
         A prior mean of zero is none: it gives the same features whatever the inputs.
         """
         is_body = self.name == self.base
-        differs = any(
-            not torch.equal(p.mean, p.prior_mean.to(p.mean).expand_as(p.mean))
-            for name, p in posteriors_of(self.host).items()
-            if name.startswith(f"{self.name}.") == is_body
-        )
-        if not differs:
+        before = [p for n, p in posteriors_of(self.host).items() if n.startswith(f"{self.name}.") == is_body]
+        if all(torch.equal(p.mean, p.prior_mean.to(p.mean).expand_as(p.mean)) for p in before):
             return False
         kept, self.at = self.at, "prior"
         with evaluation(self.model):
@@ -213,11 +201,7 @@ class Reader:
     def entropy(self, inputs: Any, target: Any, output: Any, rows: Tensor | None = None) -> Tensor | None:
         """Return the entropy of the prediction of all rows or some; None where the outputs are no logits (N, K).
 
-        Args:
-            inputs: The batch.
-            target: Its labels.
-            output: What the mean gave for it, if it has run; None runs it on these rows.
-            rows: Their numbers.
+        `output` is what the mean gave for the whole batch; where it is None, the model is run on these rows.
         """
         if output is None:
             target = target[rows] if isinstance(target, Tensor) and rows is not None else target
@@ -301,3 +285,59 @@ def pooled(value: Any, mask: Tensor | None, name: str) -> Tensor:
     shown = mask.to(value).unsqueeze(-1)
     found: Tensor = (value * shown).sum(1) / shown.sum(1).clamp_min(1)
     return found
+
+
+# -- without hooks, for programs that are exported ---------------------------------------------------------------------
+
+
+class Tap(nn.Module):
+    """A layer that keeps what it was last called with, and what it gave, for whoever runs the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.readers = 0
+        self.calls: dict[int, list[tuple[Tensor, Any]]] = {}  # by thread, so that threads may share the module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        output = self.layer(*args, **kwargs)
+        first = args[0] if args else next(iter(kwargs.values()))
+        self.calls[_thread()] = [(first, output)] * self.readers
+        return output
+
+    def taken(self) -> tuple[Tensor, Any]:
+        """Return (first input, output) of this thread's last call, once for every reader."""
+        calls = self.calls[_thread()]
+        found = calls.pop()
+        if not calls:
+            del self.calls[_thread()]
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)  # models look at `head.weight.dtype`
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def tapped(model: nn.Module, layer: str) -> tuple[nn.Module, "Tap"]:
+    """Put a tap on a layer of a model; return the model, which is the tap where the layer is the model."""
+    if not layer:
+        tap = model if isinstance(model, Tap) else Tap(model)
+        tap.readers += 1
+        return tap, tap
+    parent, _, name = layer.rpartition(".")
+    if isinstance(model, Tap):  # of the whole model: names go on inside
+        model.layer, tap = tapped(model.layer, layer)
+        return model, tap
+    home = model.get_submodule(parent)
+    found = home.get_submodule(name)
+    tap = found if isinstance(found, Tap) else Tap(found)
+    tap.readers += 1
+    setattr(home, name, tap)
+    return model, tap

@@ -7,6 +7,8 @@ locally known give outputs that no data supports. The work is done on a plain co
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -35,15 +37,7 @@ ALIKE = 1e-3  # relative difference up to which one example alone gives the outp
 
 
 class Linearized:
-    """A model at its posterior mean, with the posteriors of its weights.
-
-    Args:
-        model: The bayesified model, or a module that contains it; of a mixture, one member.
-        scopes: What a forward of it reads.
-
-    Raises:
-        ValueError: It cannot be copied, or holds a mixture.
-    """
+    """A model (of a mixture, one member) at its posterior mean, with the posteriors of its weights."""
 
     def __init__(self, model: nn.Module, scopes: Sequence[Scope]) -> None:
         if mixture_in(model) is not None:
@@ -53,21 +47,19 @@ class Linearized:
         self.plain = unbayesify(copy.deepcopy(model)).eval().requires_grad_(False)
         params = dict(self.plain.named_parameters())
         self.mean = {name: params[name].detach() for name in self.posteriors}
-        self.ways = [self._batched, self._one_by_one, self._twice_backward]
+        self.ways = [self._batched, self._one_by_one, self._twice_backward]  # those that the model may allow
 
     def directions(self, mode: Mode) -> Thetas:
         """Return theta - m for a draw."""
         with override(self.scopes, mode), torch.no_grad():
-            return {name: _read(self.model, name).to(mean) - mean for name, mean in self.mean.items()}
+            read = {name: attrgetter(name)(self.model) for name in self.mean}  # as a forward does
+            return {name: read[name].detach().to(mean) - mean for name, mean in self.mean.items()}
 
     def outputs(self, inputs: Any, target: Any, directions: Sequence[Thetas]) -> list[Tensor]:
-        """Return f(x, m) + J(x) d for every direction d; of logits, whatever object the model returns.
-
-        Forward mode with the directions batched, else one by one, else backward twice: what a model allows stays in
-        use for the next batches.
+        """Return the logits f(x, m) + J(x) d for every direction d.
 
         Raises:
-            ValueError: The model cannot be differentiated in any of these ways.
+            ValueError: The model cannot be differentiated in any way.
         """
         stacked = {name: torch.stack([d[name] for d in directions]) for name in self.mean}
         while True:
@@ -145,23 +137,21 @@ class Linearized:
         return logits_of(call_model(cast(Any, _Bound(self.plain, thetas)), inputs, target))
 
     def _batched(self, inputs: Any, target: Any, directions: Thetas) -> tuple[Tensor, Tensor]:
-        def pushed(direction: Thetas) -> Any:
-            return jvp(lambda thetas: self._call(thetas, inputs, target), (self.mean,), (direction,))
-
-        each = sum(mean.nbytes for mean in self.mean.values())
-        chunk = max(1, TANGENTS // max(each, 1))
-        pieces = [vmap(pushed, out_dims=cast(Any, (None, 0)))(some) for some in _split(directions, chunk)]
+        """Return f and J d in forward mode, for many directions at once."""
+        pushed = vmap(partial(self._pushed, inputs, target), out_dims=cast(Any, (None, 0)))
+        chunk = max(1, TANGENTS // max(sum(mean.nbytes for mean in self.mean.values()), 1))
+        pieces = [pushed(some) for some in _split(directions, chunk)]
         return pieces[0][0], torch.cat([slopes for _, slopes in pieces])
 
     def _one_by_one(self, inputs: Any, target: Any, directions: Thetas) -> tuple[Tensor, Tensor]:
-        found: list[Any] = [
-            jvp(lambda thetas: self._call(thetas, inputs, target), (self.mean,), ({n: d[0] for n, d in one.items()},))
-            for one in _split(directions, 1)
-        ]
+        found = [self._pushed(inputs, target, {n: d[0] for n, d in one.items()}) for one in _split(directions, 1)]
         return found[0][0], torch.stack([slope for _, slope in found])
 
+    def _pushed(self, inputs: Any, target: Any, direction: Thetas) -> Any:
+        return jvp(lambda thetas: self._call(thetas, inputs, target), (self.mean,), (direction,))
+
     def _twice_backward(self, inputs: Any, target: Any, directions: Thetas) -> tuple[Tensor, Tensor]:
-        """Return J d as the derivative of <J^T u, d>, which is linear in u."""
+        """Return f and J d as the derivative of <J^T u, d>, which is linear in u."""
         with torch.enable_grad():
             mean = {name: m.clone().requires_grad_() for name, m in self.mean.items()}
             output = self._call(mean, inputs, target)
@@ -177,13 +167,6 @@ class Linearized:
 def member_of(model: nn.Module, number: int) -> nn.Module:
     """Return a mixture's member, or another model itself."""
     return model.member(number) if isinstance(model, Mixture) else model
-
-
-def _read(model: nn.Module, name: str) -> Tensor:
-    """Read a parameter by its plain name, as a forward does."""
-    path, _, attribute = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), attribute)
-    return found.detach()
 
 
 def _split(directions: Thetas, size: int) -> Iterator[Thetas]:

@@ -31,7 +31,6 @@ MOST_HELD_OUT = 2000  # rows that are set aside at most
 SCALING = 0.1  # of the held-out data: finds the scales of distance and entropy
 FEW = 5  # rows, which find no scale
 PROBED = 64  # elements of each tensor by which a change of the weights is seen
-
 CHANGED = 1e-6  # relative
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,24 +41,17 @@ J = TypeVar("J", bound="Judged")
 class Novelty:
     """What `fit_novelty` found about known data; `model.novelty`.
 
-    Attributes:
-        layer: The layer whose inputs are the features; of a Hugging Face model, the one whose outputs are.
-        at: Whether features are those of the posterior's "mean" or of its "prior" mean.
-        reference: The statistics of the features that the distance d is measured with.
-        held_out: The sorted novelty of held-out data, (n,).
-        scales: The standard deviations of d and of the entropy H of the mean's probabilities. Novelty is
-            d/scales[0] + H/scales[1]; where the model is no classifier, there is one scale and no entropy.
-        false_alarms: The false-alarm rate of `alarm()`.
-        weights: A number that changes with the posterior mean, which the statistics belong to.
+    Novelty is d/scales[0] + H/scales[1] of the distance d and the entropy H of the mean's probabilities; where the
+    model is no classifier, there is one scale and no entropy.
     """
 
-    layer: str
-    at: str
-    reference: Reference
-    held_out: Tensor
-    scales: tuple[float, ...]
-    false_alarms: float
-    weights: float
+    layer: str  # whose inputs are the features; of a Hugging Face model, whose outputs are
+    at: str  # whether features are those of the posterior's "mean" or of its "prior" mean
+    reference: Reference  # the statistics that d is measured with
+    held_out: Tensor  # the sorted novelty of held-out data, (n,)
+    scales: tuple[float, ...]  # the standard deviations of d and of H
+    false_alarms: float  # the rate of `alarm()`
+    weights: float  # a number that changes with the posterior mean, which the statistics belong to
 
     def score(self, features: Tensor, entropy: Tensor | None = None) -> Tensor:
         """Return the novelty of features, (N, D), and of the mean's entropies, (N,)."""
@@ -91,17 +83,11 @@ class Novelty:
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """What every prediction has of a model with `fit_novelty`.
+    """What every prediction has of a model with `fit_novelty`; None without it."""
 
-    Attributes:
-        novelty: How strange each example is, (N,); None for a model without `fit_novelty`.
-        novelty_pvalue: The share of held-out in-distribution data that is at least as strange, (N,).
-        false_alarms: The default false-alarm rate of `alarm`.
-    """
-
-    novelty: Tensor | None = field(default=None, kw_only=True)
-    novelty_pvalue: Tensor | None = field(default=None, kw_only=True)
-    false_alarms: float = field(default=0.05, kw_only=True)
+    novelty: Tensor | None = field(default=None, kw_only=True)  # how strange each example is, (N,)
+    novelty_pvalue: Tensor | None = field(default=None, kw_only=True)  # share of held-out data at least as strange
+    false_alarms: float = field(default=0.05, kw_only=True)  # the default rate of `alarm`
 
     def judged_at(self, index: Any) -> dict[str, Any]:
         """Return the novelty of some of the examples."""
@@ -112,8 +98,7 @@ class Judged:
         """Return which examples are too strange, Booleans (N,).
 
         Args:
-            false_alarms: The share of in-distribution examples that may be flagged; None is what `fit_novelty` was
-                told.
+            false_alarms: The share of in-distribution examples that may be flagged; None is that of `fit_novelty`.
 
         Raises:
             ValueError: The model has no `fit_novelty`, or the share is out of range.
@@ -177,18 +162,23 @@ def fit_novelty(
     check_share(false_alarms)
     if at not in (None, *PLACES):
         raise ValueError(f"at must be one of {list(PLACES)}, or None, got {at!r}")
-    batches, first = _peeked(loader)
+    source = iter(as_batches(loader))
+    if (first := next(source, None)) is None:
+        raise ValueError("the loader has no batches; give at least one")
+    inputs, _ = split_batch(first)
     reader = Reader(model, host_of(model), layer)
-    reader.find(first)
-    reader.at = at or ("prior" if reader.has_prior(first) else "mean")
-    if at == "prior" and not reader.has_prior(first):
+    reader.find(inputs)
+    has_prior = at != "mean" and reader.has_prior(inputs)
+    reader.at = "prior" if has_prior else "mean"
+    if at == "prior" and not has_prior:
         raise ValueError(
             "at='prior' needs a prior mean that is a network, other than the trained one, in the layers before the "
             "features; pass the pretrained weights, bayesify(model, prior_mean=pretrained), or use at='mean'"
         )
     moments, held, generator = Moments(), Rows(), torch.Generator().manual_seed(seed)
     with evaluation(model):
-        for inputs, target in _pairs(batches, progress):
+        for batch in tqdm(chain([first], source), desc="fit_novelty", unit="batch", disable=not progress):
+            inputs, target = split_batch(batch)
             z, output = reader.features(inputs, target)
             labels = _classes(target)
             keys = torch.rand(len(z), generator=generator) if held_out is None else torch.ones(len(z))
@@ -198,7 +188,8 @@ def fit_novelty(
                 moments.add(*held.add(z[some], entropy, keys[some], None if labels is None else labels[some]))
             moments.add(z[keys >= SET_ASIDE], None if labels is None else labels[keys >= SET_ASIDE])
         classifies = moments.classes > 1
-        for inputs, target in _pairs(() if held_out is None else as_batches(held_out), progress):
+        for batch in () if held_out is None else as_batches(held_out):
+            inputs, target = split_batch(batch)
             z, output = reader.features(inputs, target)
             held.add(z, reader.entropy(inputs, target, output) if classifies else None)
     _store(reader, moments, held, false_alarms, generator)
@@ -211,32 +202,12 @@ def fit_novelty(
     return model
 
 
-def _peeked(data: Any) -> tuple[Iterable[Any], Any]:
-    """Return the batches of some data and the first one's inputs.
-
-    Raises:
-        ValueError: There is none.
-    """
-    batches = as_batches(data)
-    source = iter(batches)
-    first = next(source, None)
-    if first is None:
-        raise ValueError("the loader has no batches; give at least one")
-    return chain([first], source), split_batch(first)[0]
-
-
-def _pairs(batches: Iterable[Any], progress: bool) -> Iterator[tuple[Any, Any]]:
-    """Yield inputs and labels."""
-    for batch in tqdm(batches, desc="fit_novelty", unit="batch", disable=not progress):
-        yield split_batch(batch)
-
-
 def _classes(target: Any) -> Tensor | None:
     """Return labels that are one class for each example; None for labels of another kind."""
-    labels = None if target is None or isinstance(target, (str, Mapping)) else torch.as_tensor(target).cpu()
-    if labels is None or labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+    if target is None or isinstance(target, (str, Mapping)):
         return None
-    return labels.long()
+    labels = torch.as_tensor(target).cpu()
+    return None if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool else labels.long()
 
 
 class Rows:
@@ -305,19 +276,13 @@ def weights_of(host: nn.Module) -> float:
 
 
 class Watch:
-    """The novelty of what `predict` reads, batch by batch.
+    """The novelty of what `predict` reads, batch by batch."""
 
-    Args:
-        model: The model.
-        host: The module with the statistics.
-        novelty: The statistics.
-    """
-
-    def __init__(self, model: nn.Module, host: nn.Module, novelty: Novelty) -> None:
-        self.reader = Reader(model, host, novelty.layer, novelty.at)
+    def __init__(self, model: nn.Module, novelty: Novelty) -> None:
+        self.reader = Reader(model, host_of(model), novelty.layer, novelty.at)
         self.novelty = novelty
         self.needs_entropy = len(novelty.scales) > 1
-        self.features: dict[int, Tensor] = {}
+        self.features: dict[int, Tensor] = {}  # by the batch's number
         self.entropies: dict[int, Tensor | None] = {}
 
     @classmethod
@@ -333,8 +298,7 @@ class Watch:
                 stacklevel=3,
             )
             return None
-        own = view(model) if can_be_viewed(model) else model
-        return cls(own, host_of(own), novelty)
+        return cls(view(model) if can_be_viewed(model) else model, novelty)
 
     def noting(self, model: nn.Module) -> AbstractContextManager[list[Call]]:
         """Note the calls of the layer in a forward at the mean, where it is what features are read from."""
@@ -349,14 +313,12 @@ class Watch:
 
     def complete(self, number: int, batch: Any) -> None:
         """Run what is missing for a batch."""
-        inputs, target = split_batch(batch)
-        output = None
+        (inputs, target), output = split_batch(batch), None
         with evaluation(self.reader.model):
             if number not in self.features:
                 self.features[number], output = self.reader.features(inputs, target)
             if number not in self.entropies:
-                known = self.reader.entropy(inputs, target, output) if self.needs_entropy else None
-                self.entropies[number] = known
+                self.entropies[number] = self.reader.entropy(inputs, target, output) if self.needs_entropy else None
 
     def pvalues(self, inputs: Any) -> Tensor:
         """Return the p-values of one batch, by forward passes of its own."""
@@ -374,12 +336,12 @@ class Watch:
         """Return a prediction with the novelty of its examples; of these batches, if `follow` has not seen them."""
         for number, batch in enumerate(batches):
             self.complete(number, batch)
-        order = sorted(self.features)
+        order, examples = sorted(self.features), len(found)  # type: ignore[arg-type]
         z, entropies = torch.cat([self.features[i] for i in order]), [self.entropies[i] for i in order]
-        if len(z) != len(found):  # type: ignore[arg-type]
+        if len(z) != examples:
             raise ValueError(
-                f"the layer {self.novelty.layer!r} has {len(z)} rows of features for {len(found)} examples; name "  # type: ignore[arg-type]
-                "another one in fit_novelty(layer=)"
+                f"the layer {self.novelty.layer!r} has {len(z)} rows of features for {examples} examples; name another "
+                "one in fit_novelty(layer=)"
             )
         known = [e for e in entropies if e is not None]
         scores = self.novelty.score(z, torch.cat(known) if len(known) == len(entropies) else None)
