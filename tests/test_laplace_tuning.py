@@ -271,7 +271,7 @@ def test_the_trial_is_a_few_examples_and_leaves_ragged_batches_whole():
     x, y = labelled(60)
 
     def trial(data, count):
-        return tuning.first_examples(data, tuning.looked_at(None, count))
+        return tuning.first_examples(data, tuning.inputs_needed(None, count))
 
     sizes = [len(part) for _, part in trial(batches(x, y, 20), 320)]
     assert sizes == [10]

@@ -137,7 +137,7 @@ class Curvature:
                             sums[name].add([part], weights[examples])
                 for name in roles.keys() & sums.keys():
                     sums[name].note(call, grad, weights)
-            except Exception:  # whatever a module does with one example: there is a slower way
+            except Exception:  # a module may fail on a single example; there is a slower way
                 for name in roles:
                     sums.pop(name, None)
         for name in several.keys() & sums.keys():

@@ -19,7 +19,7 @@ WEAK = 80.0  # standard deviations of the targets: how far functions from the wi
 DOSE = 0.4  # nats per example that a wider prior may cost in evidence
 SHARE = 0.1  # of the examples, which weights without their correlations may follow
 WIDTHS = tuple(10 ** (-k / 6) for k in range(37))  # of the widest prior, down to 1e-6
-PAST = 1.0  # nats below the largest evidence, from where narrower priors are not tried
+GIVE_UP = 1.0  # nats below the largest evidence, from where narrower priors are not tried
 LEAST_FREE = 0.02  # of the examples, which count as free however many weights the data decides
 ROUNDS = 8  # of noise and prior in turn
 
@@ -114,7 +114,7 @@ def settle(
         if not likelihood.estimated:
             break
         known = _variances(likelihood)
-        free = 1 - (followed(rows, factor) / len(known) + 2) / examples
+        free = 1 - (effective_weights(rows, factor) / len(known) + 2) / examples
         found = likelihood.residuals.squares / likelihood.residuals.count / max(free, LEAST_FREE)
         likelihood.noise_var = tuple(found.tolist()) if len(found) > 1 else float(found)  # type: ignore[union-attr, arg-type]
         ratio = float((found / known).mean())
@@ -132,7 +132,7 @@ def settle(
     return rows, factor
 
 
-def followed(fitted: Sequence[Fitted], factor: float) -> float:
+def effective_weights(fitted: Sequence[Fitted], factor: float) -> float:
     """Return gamma = sum h/(h + 1/sigma^2): how many weights the data decides."""
     gamma = 0.0
     for one in fitted:
@@ -167,12 +167,16 @@ def widest(fitted: Sequence[Fitted], likelihood: Regression, examples: float) ->
     for factor in (limit * width for width in WIDTHS):
         # A relative scale is a weight's own size: around zero, each weight is one scale away.
         tried[factor] = log_evidence(own, factor) - weights / (2 * factor**2)
-        if tried[factor] < max(tried.values()) - PAST:
+        if tried[factor] < max(tried.values()) - GIVE_UP:
             break  # beyond the largest
     enough = max(tried.values()) - DOSE * examples
     found = next(factor for factor, value in tried.items() if value >= enough)
     alone = [f for f in own if not isinstance(f.h, Kron)]
-    while alone and found > limit * WIDTHS[-1] and followed(alone, found) > SHARE * examples * max(sums.outputs, 1):
+    while (
+        alone
+        and found > limit * WIDTHS[-1]
+        and effective_weights(alone, found) > SHARE * examples * max(sums.outputs, 1)
+    ):
         found *= WIDTHS[1]
     return found
 

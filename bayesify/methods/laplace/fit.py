@@ -21,7 +21,7 @@ from bayesify.engine import noise as noises
 from bayesify.methods.laplace.curvature import Curvature
 from bayesify.methods.laplace.evidence import Fitted, settle
 from bayesify.methods.laplace.method import KRON, Kron, Laplace, LaplacePosterior
-from bayesify.methods.laplace.tuning import CHOICES, choose, first_examples, looked_at
+from bayesify.methods.laplace.tuning import CHOICES, choose, first_examples, inputs_needed
 from bayesify.prediction import likelihoods
 from bayesify.prediction.batches import (
     LabelPlaces,
@@ -129,8 +129,8 @@ def fit_laplace(
     else:
         with gathered_whole(model):
             run = Pass(model, chosen, given, curvature == "ggn" or structure == "kron", structure == "kron")
-            data = run.over(loader, looked_at(tune), parts=_gives_parts(loader, same_data), progress=progress)
-        data = first_examples(data, looked_at(tune, run.examples))
+            data = run.over(loader, inputs_needed(tune), parts=_gives_parts(loader, same_data), progress=progress)
+        data = first_examples(data, inputs_needed(tune, run.examples))
         fitted, found = run.fitted(methods, num_data)
     if isinstance(found, Regression) and loader is not None:
         wide = tune == "wide" or (tune is None and all(f.posterior.relative for f in fitted if f.h is not None))
@@ -154,12 +154,12 @@ def fit_laplace(
         raise
     for posterior in methods:
         posterior.tuned = "" if tune is None else CHOICES[tune] if isinstance(tune, str) else "validation"
-    _warn_of_loose(methods)
+    _warn_if_unbounded(methods)
     return model
 
 
 def _gives_parts(loader: Any, same_data: bool | None) -> bool:
-    """Return whether every process has data of its own; equal sums of equal data could not tell."""
+    """Return whether every process has data of its own, which sums over the data could not show."""
     if not ranks.several():
         return False
     if same_data is None and not reads_a_part(loader):
@@ -211,7 +211,7 @@ def _kept(methods: Methods) -> list[Fitted]:
     return [Fitted(p, p.kron, names[p.partner] if p.partner else None) for p in methods]
 
 
-def _warn_of_loose(posteriors: Iterable[LaplacePosterior]) -> None:
+def _warn_if_unbounded(posteriors: Iterable[LaplacePosterior]) -> None:
     """Warn where a flat prior meets so little curvature that samples lie far outside of any prior."""
     flat = [part_of(p) for p in posteriors if p.flat and p.deviation is not None]
     loose = sum(int((p.std > LOOSE * p.prior_sig).sum()) for p in flat)
@@ -232,7 +232,7 @@ class Pass:
     ) -> None:
         # DDP's own forward waits for the other processes, which may have fewer batches.
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.chosen, self.likelihood, self.ggn, self.kron = chosen, loss, ggn, kron  # no loss: the first batch shows it
+        self.chosen, self.likelihood, self.ggn, self.kron = chosen, loss, ggn, kron  # loss None: by the first batch
         self.params = {name: p.original for name, p in chosen.items()}
         self.curvature = Curvature(self.model, self.params, _pairs(chosen) if kron else {})
         self.places = LabelPlaces(self.model)
@@ -249,7 +249,7 @@ class Pass:
             if self.likelihood is None or getattr(self.likelihood, "needs_residuals", False):
                 batches = list(batches) if isinstance(batches, Iterator) else batches
                 self._settle_noise(batches, parts)
-            for param in self.model.parameters():  # what lies below all others makes no graph
+            for param in self.model.parameters():  # layers below the chosen ones build no graph
                 if param.requires_grad and id(param) not in wanted:
                     stack.callback(param.requires_grad_(False).requires_grad_, True)
             for batch in tqdm(batches, desc="fit_laplace", unit="batch", disable=not progress):

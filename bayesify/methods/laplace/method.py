@@ -24,8 +24,12 @@ from bayesify.prediction.gaussian import GaussianLogits, Spread
 from bayesify.prediction.likelihoods import Regression
 
 PIECE = 1 << 22  # elements at a time in full precision
-FREE = Kept("free"), Kept("free", positive=True)
-KRON = {"left": FREE[0], "left_values": FREE[1], "right": FREE[0], "right_values": FREE[1]}  # of a posterior's `Kron`
+KRON = {  # the tensors of a posterior that hold its `Kron`
+    "left": Kept("free"),
+    "left_values": Kept("free", positive=True),
+    "right": Kept("free"),
+    "right_values": Kept("free", positive=True),
+}
 
 
 class Kron(NamedTuple):

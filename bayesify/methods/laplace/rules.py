@@ -92,7 +92,7 @@ class Convolved(Part):
         return torch.stack([backward(d, x, self.weight, None, *self.setting, which)[1] for x, d in each])
 
 
-class Looked(Part):
+class Lookup(Part):
     """An embedding's gradients: rows that were looked up get the sum of what arrives for them."""
 
     def __init__(self, rows: Tensor, outputs: Tensor, shape: torch.Size) -> None:
@@ -186,7 +186,7 @@ def _embedding(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
     rows, d = rows.reshape(len(d), -1), d.reshape(len(d), -1, d.shape[-1])
     if module.padding_idx is not None:
         d = d * (rows != module.padding_idx).unsqueeze(-1)
-    return {"weight": Looked(rows, d, module.weight.shape)}
+    return {"weight": Lookup(rows, d, module.weight.shape)}
 
 
 def _convolution(call: Call, d: Tensor, split: Split) -> dict[str, Part]:

@@ -34,8 +34,8 @@ logger = logging.getLogger("bayesify")
 # Of searches, in powers of ten: where they look, and a grid's step with the width at which golden sections end.
 EVIDENCE_RANGE, SAMPLED_RANGE, CLOSED_RANGE, BOUND_RANGE = (-6.0, 3.0), (-4.0, 1.0), (-2.0, 2.5), (-4.0, 0.0)
 SAMPLED, CLOSED = (1.0, 0.5), (0.5, 0.02)
-NOTHING = 1e-7  # nats: where a loss is flat, it is the grid's least
-HOPELESS = 1.0  # nats per example above the best so far, from where larger scales are not tried
+FLAT = 1e-7  # nats: where a loss is flat, it is the grid's least
+GIVE_UP = 1.0  # nats per example above the best so far, from where larger scales are not tried
 DOSE = 0.1  # nats that tune="self" may cost on the model's own predictions
 EXAMPLES = 2048  # at most, of validation data for sampled predictions, and of training inputs for tune="self"
 # An untuned spread is bounded on this many training inputs at most, this many at least, and else one of so many: five
@@ -59,7 +59,7 @@ def choose(
     if tune == "marglik":
         return by_evidence(fitted, model, likelihood)
     if tune == "self":
-        return by_itself(fitted, model, data)
+        return by_own_predictions(fitted, model, data)
     return by_validation(fitted, model, tune, likelihood, progress)
 
 
@@ -69,12 +69,12 @@ def least(loss: Callable[[float], float], ends: tuple[float, float], fine: tuple
     tried: dict[float, float] = {}
     for i in range(round((high - low) / step) + 1):
         tried[low + i * step] = loss(low + i * step)
-        if not tried[low + i * step] <= min(tried.values()) + HOPELESS:
+        if not tried[low + i * step] <= min(tried.values()) + GIVE_UP:
             break
     best = min(tried, key=lambda power: tried[power])
     finer = golden_section(loss, max(low, best - step), min(high, best + step), width)
     better = min(finer, key=lambda power: finer[power])
-    return better if finer[better] < tried[best] - NOTHING else best
+    return better if finer[better] < tried[best] - FLAT else best
 
 
 def largest(cost: Callable[[float], float], limit: float, ends: tuple[float, float], width: float) -> float:
@@ -233,7 +233,7 @@ class Cached(NamedTuple):
 # -- the model's own predictions ----------------------------------------------------------------------------------
 
 
-def by_itself(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -> float:
+def by_own_predictions(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -> float:
     """Return the largest factor of prior_sig that costs no more than `DOSE`.
 
     The cost is the rise of the NLL of the classes that the trained model itself predicts for training inputs; no label
@@ -287,7 +287,7 @@ def bounded(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, 
     return float(10**best)
 
 
-def looked_at(tune: Any, examples: int | None = None) -> int:
+def inputs_needed(tune: Any, examples: int | None = None) -> int:
     """Return how many training inputs a choice looks at, of so many examples; at most, where None."""
     if tune == "self":
         return EXAMPLES

@@ -210,7 +210,12 @@ MUTANTS = [
     *of(
         "methods/laplace/evidence.py",
         "test_regression_noise.py",
-        ("no degrees of freedom", "1 - (followed(rows, factor) / len(known) + 2) / examples", "1.0", "degrees"),
+        (
+            "no degrees of freedom",
+            "1 - (effective_weights(rows, factor) / len(known) + 2) / examples",
+            "1.0",
+            "degrees",
+        ),
         ("the noise's mode", "/ len(known) + 2)", "/ len(known))", "degrees"),
         ("the curvature keeps its noise", "ratio**-power", "1.0", "degrees or every_output"),
     ),
