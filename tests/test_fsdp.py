@@ -263,8 +263,8 @@ def thetas_in_graph(method: str, *, remade: bool) -> list[int]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from bayesify.core.distributed import Remaking
     from bayesify.core.posterior import Posterior
-    from bayesify.core.ranks import Remaking
 
     mesh = init_device_mesh("cpu", (RANKS,))
     model = bayesify(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))), method)

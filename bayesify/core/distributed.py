@@ -6,8 +6,9 @@ place in the whole, so that one seed is one theta however it is cut. Inside a fo
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -313,3 +314,50 @@ def mean_of(posterior: Posterior, original: Tensor) -> Tensor:
         found: Tensor = whole_of(posterior, original, posterior.drawn_with).mean_theta(original)
         return found
     return following(whole(posterior.layout.joined(mean)).to(original.dtype), original)
+
+
+class Remaking:
+    """The thetas of one forward of a sharded model: backward makes them again, when FSDP2 has gathered the parameters.
+
+    A layer's backward pass needs its weights. FSDP2 frees those of a plain model after the layer's forward; a theta
+    in the graph would stay whole on every process, for every layer at once.
+    """
+
+    def __init__(self) -> None:
+        self.thetas: dict[int, tuple[Posterior, int, Tensor]] = {}  # by their memory
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        """Let graphs keep their tensors again."""
+        self._hooks.__exit__()
+        self.thetas.clear()
+
+    def add(self, posterior: Posterior, seed: int, theta: Tensor) -> None:
+        """Keep a theta out of the graph."""
+        self.thetas[theta.untyped_storage().data_ptr()] = posterior, seed, theta
+
+    def drop(self, inside: Collection[nn.Module]) -> None:
+        """Free the thetas of modules whose parameters are sharded again."""
+        self.thetas = {place: known for place, known in self.thetas.items() if known[0] not in inside}
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor or not tensor.numel():
+            return tensor
+        known = self.thetas.get(tensor.untyped_storage().data_ptr())
+        if known is None:
+            return tensor
+        posterior, seed, theta = known
+        offset = int(tensor.storage_offset() - theta.storage_offset())
+        return partial(_remade, posterior, seed, tensor.shape, tensor.stride(), offset)
+
+
+def _unpack(kept: Any) -> Any:
+    return kept() if isinstance(kept, partial) else kept
+
+
+@torch.no_grad()
+def _remade(posterior: Posterior, seed: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """Return a theta once more, or a view of it."""
+    theta: Tensor = posterior.drawn(posterior.original, seed)
+    return theta.as_strided(size, stride, theta.storage_offset() + offset)

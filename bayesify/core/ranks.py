@@ -1,20 +1,18 @@
-"""The processes of a distributed run: sums over them, what replicas must agree on, seeds, and thetas of shards."""
+"""The processes of a distributed run: sums over them, what replicas must agree on, and the seeds of draws."""
 
 import weakref
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bayesify.engine import noise as noises
 
-Posterior = Any  # bayesify.core.posterior.Posterior, and below bayesify.core.reading.Scope, which import this file
-Scope = Any
+Scope = Any  # bayesify.core.reading.Scope, which imports this file
 
 
 def in_a_group() -> bool:
@@ -117,53 +115,3 @@ def draw_seeds(n: int, seed: int | None) -> list[int]:
 def is_whole(value: Any) -> bool:
     """Return whether this is an integer, Python's or numpy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-# -- shards ------------------------------------------------------------------------------------------------------------
-
-
-class Remaking:
-    """The thetas of one forward of a sharded model: backward makes them again, when FSDP2 has gathered the parameters.
-
-    A layer's backward pass needs its weights. FSDP2 frees those of a plain model after the layer's forward; a theta
-    in the graph would stay whole on every process, for every layer at once.
-    """
-
-    def __init__(self) -> None:
-        self.thetas: dict[int, tuple[Posterior, int, Tensor]] = {}  # by their memory
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._hooks.__enter__()
-
-    def end(self) -> None:
-        """Let graphs keep their tensors again."""
-        self._hooks.__exit__()
-        self.thetas.clear()
-
-    def add(self, posterior: Posterior, seed: int, theta: Tensor) -> None:
-        """Keep a theta out of the graph."""
-        self.thetas[theta.untyped_storage().data_ptr()] = posterior, seed, theta
-
-    def drop(self, inside: Collection[nn.Module]) -> None:
-        """Free the thetas of modules whose parameters are sharded again."""
-        self.thetas = {place: known for place, known in self.thetas.items() if known[0] not in inside}
-
-    def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) is not Tensor or not tensor.numel():
-            return tensor
-        known = self.thetas.get(tensor.untyped_storage().data_ptr())
-        if known is None:
-            return tensor
-        posterior, seed, theta = known
-        offset = int(tensor.storage_offset() - theta.storage_offset())
-        return partial(_remade, posterior, seed, tensor.shape, tensor.stride(), offset)
-
-
-def _unpack(kept: Any) -> Any:
-    return kept() if isinstance(kept, partial) else kept
-
-
-@torch.no_grad()
-def _remade(posterior: Posterior, seed: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """Return a theta once more, or a view of it."""
-    theta: Tensor = posterior.drawn(posterior.original, seed)
-    return theta.as_strided(size, stride, theta.storage_offset() + offset)

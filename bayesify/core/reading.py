@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from bayesify.core.distributed import check_whole, follow_at_work, mean_of, shards_itself, whole
+from bayesify.core.distributed import Remaking, check_whole, follow_at_work, mean_of, shards_itself, whole
 from bayesify.core.draws import Draw, graph, numbered, training_seed_of
 from bayesify.core.method import Method
 from bayesify.core.modes import BY_TRAINING_FLAG, REMEMBERED_FORWARDS, Buffers, Mode, Past, Record, block_of, node_count
 from bayesify.core.posterior import Posterior
-from bayesify.core.ranks import Remaking, agree, shared_seed, training_seed
+from bayesify.core.ranks import agree, shared_seed, training_seed
 from bayesify.engine.dispatch import transformed
 
 OURS = (parametrize.ParametrizationList, Posterior)  # no modules of the model's own

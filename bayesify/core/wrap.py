@@ -83,9 +83,8 @@ def bayesify(
         >>> loss = model(torch.ones(4, 3)).square().mean() + penalty(model, num_data=100)
         >>> loss.backward()
     """
-    check_module(model)
-    chosen = resolve(method, bias, options)
     check_wrappable(model)
+    chosen = resolve(method, bias, options)
     every = candidates(model)
     select(every, include, exclude)
     check_parameters(every)
