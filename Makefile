@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test test-floor lint format bench bench-full bench-against bench-mixtures bench-peers evidence reproduce zoo exactness mutants docs clean
+.PHONY: help install demo test test-floor lint format bench bench-full bench-against bench-gpu bench-mixtures bench-peers evidence reproduce zoo exactness mutants docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ bench-full: $(STAMP) ## The same with ViT-L/32 and ResNet-101 (an hour)
 
 bench-against: $(STAMP) ## Set another checkout beside this one, in one run: OTHER=../landed (minutes; ARGS=--long)
 	$(BIN)/python -m tests.benchmarks.against $(OTHER) $(ARGS)
+
+bench-gpu: $(STAMP) ## Measure every method on a GPU, and count what a step launches (without a GPU: count alone)
+	$(BIN)/python -m tests.benchmarks.gpu
 
 bench-mixtures: $(STAMP) ## Measure what mixtures cost over one plain model (two minutes)
 	$(BIN)/python -m tests.benchmarks.mixtures

@@ -89,6 +89,13 @@ def test_the_pages_of_methods(example):
     assert not stale, f"{stale}: python examples/method_pages.py writes them"
 
 
+def test_benchmarks_of_a_gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from tests.benchmarks import gpu
+
+    assert committed("docs/benchmarks_gpu.md") == gpu.page(gpu.read(gpu.COUNTS), gpu.read(gpu.MEASURED))
+
+
 def test_benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     from tests.benchmarks import pages

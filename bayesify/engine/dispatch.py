@@ -52,12 +52,7 @@ def run(
 ) -> Tensor | None:
     """Write what a formula returns to the outputs; return the sums of the results beyond them, if there are any.
 
-    Args:
-        formula: See the module.
-        stream: Where the noise comes from; None where the formula takes none.
-        inputs: What it is called with.
-        outputs: A tensor for each of its first results.
-        p_drop: The probability with which a mask is False.
+    The noise comes from the `stream`; `p_drop` is the probability with which a mask is False.
     """
     job = _as_vectors(Job(formula, stream, inputs, outputs, p_drop))
     return _run(job, _engine(job))
@@ -127,9 +122,7 @@ def chosen(device: str) -> str:
     if forced not in ("torch", *MODULES):
         raise ValueError(f"BAYESIFY_ENGINE must be one of {['torch', *MODULES]}, got {forced!r}")
     if forced == "numba" and device != "cpu":
-        raise ValueError(
-            f"BAYESIFY_ENGINE=numba serves tensors of a CPU, got one on {device!r}; unset it, or use torch"
-        )
+        raise ValueError(f"BAYESIFY_ENGINE=numba serves tensors of a CPU, got one on {device!r}; unset it")
     triton = sys.modules.get("triton")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and (triton is None or triton.knobs.runtime.interpret)
     if forced == "triton" and device == "cpu" and not interpreted:

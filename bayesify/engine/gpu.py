@@ -124,10 +124,7 @@ def run(
 def run_all(formula: Formula, p_drop: float, rows: Sequence[tuple[Sorted, Any, int]]) -> Tensor | None:
     """Run a formula over many tensors of a device in one launch; of sums there is a row for each tensor.
 
-    Args:
-        formula: The formula.
-        p_drop: See `dispatch.run`.
-        rows: Of each tensor its arguments, its stream and its size; the draw's seed is the same for all.
+    `rows` have each tensor's arguments, stream and size; the seed of the draw is the same for all.
     """
     given, stream, _ = rows[0]
     found, device = program(formula, given.kinds, given.targets), given.arrays[0].device

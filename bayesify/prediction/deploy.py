@@ -31,7 +31,8 @@ from bayesify.quality.metrics import Reference
 from bayesify.quality.regression import check_level, mixture_quantile
 
 BISECTIONS = 40  # halve an interval to the rounding of float32
-TASKS = ("classification", "regression", "heteroscedastic", "multilabel")
+NUMBERS = ("regression", "heteroscedastic")
+TASKS = ("classification", *NUMBERS, "multilabel")
 
 
 def deploy(
@@ -205,8 +206,7 @@ class Deployed(nn.Module):
         """Predict for one batch, given as the model takes it."""
         batch = named if named else inputs[0] if len(inputs) == 1 else inputs
         outputs = [voice(batch) for voice in self.voices]
-        numbers = self.task in ("regression", "heteroscedastic")
-        found = self._numbers(outputs) if numbers else self._classes(outputs)
+        found = self._numbers(outputs) if self.task in NUMBERS else self._classes(outputs)
         if self.threshold is not None:
             found["answer"] = found["confidence"] >= self.threshold
         if self.stranger is not None:
@@ -225,29 +225,22 @@ class Deployed(nn.Module):
     def fields(self) -> list[str]:
         """The names of what `forward` returns, in their order."""
         certain = ["confidence"] if self.task == "classification" else []
-        names = ["probs", "prediction", *certain, "entropy", "mutual_information"]
-        if self.task in ("regression", "heteroscedastic"):
-            names = ["mean", "std", "epistemic", "low", "high"]
-        names += [] if self.stranger is None else ["novelty", "novelty_pvalue"]
-        return [*names, *([] if self.threshold is None and self.stranger is None else ["answer"])]
+        classes = ["probs", "prediction", *certain, "entropy", "mutual_information"]
+        names = ["mean", "std", "epistemic", "low", "high"] if self.task in NUMBERS else classes
+        strange = [] if self.stranger is None else ["novelty", "novelty_pvalue"]
+        return [*names, *strange, *(["answer"] if strange or self.threshold is not None else [])]
 
     def exported(self, *inputs: Any, **named: Any) -> torch.export.ExportedProgram:
-        """Return the program of `torch.export` for inputs like these, with a batch of any size from 2.
+        """Return the program of `torch.export` for inputs like these, which `torch.onnx.export` takes too.
 
-        What torch.export.save, torch.onnx.export and AOTInductor take. Every tensor's first dimension is the batch.
-        Inputs that are given by keyword are one dict to the program.
-
-        Args:
-            *inputs: A batch as the model takes it, of two examples or more.
-            **named: The same, by keyword.
+        Every tensor's first dimension is the batch, of two examples or more. Inputs that are given by keyword are one
+        dict to the program.
         """
         batch = torch.export.Dim("batch", min=2)
         given = (named,) if named else inputs  # the guards of torch.export know no names of **named
-        shapes = pytree.tree_map(
-            lambda value: ({0: batch} if value.dim() else {}) if isinstance(value, Tensor) else None, given
-        )
+        sized = lambda value: ({0: batch} if value.dim() else {}) if isinstance(value, Tensor) else None  # noqa: E731
         with torch.no_grad():
-            return torch.export.export(self, given, dynamic_shapes={"inputs": shapes})
+            return torch.export.export(self, given, dynamic_shapes={"inputs": pytree.tree_map(sized, given)})
 
     def metadata(self) -> dict[str, str]:
         """Return `about` as texts, for the metadata of a file."""

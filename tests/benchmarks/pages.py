@@ -97,6 +97,14 @@ def page(results):
         "models alone, whose rows it replaces. Training steps are at a method's defaults unless it says otherwise. The "
         "machine is shared, and a small model's ratios vary by a fifth.",
         "",
+        "[Launches, bytes and waits on a GPU](benchmarks_gpu.md) have a page of their own.",
+        "",
+        "```{toctree}",
+        ":hidden:",
+        "",
+        "benchmarks_gpu",
+        "```",
+        "",
     ]
     groups = dict.fromkeys(key.split(" | ")[0] for key in results["rows"])
     for group in groups:
