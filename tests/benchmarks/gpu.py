@@ -82,8 +82,8 @@ def as_on_a_gpu(method: str | None, layers: int) -> dict[str, Bytes]:
             totals.numpy()[:] = 0
 
     with (
-        mock.patch.object(dispatch, "chosen", lambda device: "triton"),
-        mock.patch.object(dispatch, "ready", lambda name: gpu),
+        mock.patch.object(dispatch, "chosen", return_value="triton"),
+        mock.patch.object(dispatch, "ready", return_value=gpu),
         mock.patch.object(gpu, "_launch", launch),
     ):
         return counted(method, layers)
