@@ -42,8 +42,9 @@ __all__ = ["BayesClassifier", "BayesRegressor"]
 
 Array = npt.NDArray[Any]
 Build = Callable[[int, int], nn.Module]
-SCRATCH: dict[str, Any] = {"prior_mean": "zero", "prior_sig": 1.0, "nst": 30}  # of a network that starts at random
+SCRATCH: dict[str, Any] = {"prior_mean": "zero", "nst": 30}  # of a network that starts at random
 LEAST_NOISE = 1e-6  # of the variance of the targets
+SIGS = (1.0, 0.3)  # of the prior, where nobody says which; a classifier takes the first
 STAGES = (500, 500, 1000, 2000)  # steps of training, where nobody says how many
 BETTER = 0.98  # of the held-out error, below which another stage is worth its steps
 LEAST_ROWS = 50  # from how many rows on a fifth of them is held out
@@ -59,7 +60,7 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
         self,
         method: str | Method = "la",
         *,
-        hidden: Sequence[int] = (50,),
+        hidden: Sequence[int] = (50, 50),
         module: Build | None = None,
         options: Mapping[str, Any] | None = None,
         steps: int | None = None,
@@ -87,34 +88,42 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
         data = TensorDataset(self._inputs(x), target)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed_)
-            self.steps_ = self._enough(data) if self.steps is None else int(self.steps)
+            self.steps_, self.prior_sig_ = self._settings(data)
             torch.manual_seed(self.seed_)
-            self.model_ = self._bayesian()
+            self.model_ = self._bayesian(self.prior_sig_)
             self.noise_var_ = self._train(self.model_, data, self.steps_)
             if scopes_of(self.model_)[0].method.name == "la":
                 self._fit_laplace(self.model_, data)
         self.model_.eval()
 
-    def _bayesian(self) -> nn.Module:
-        return bayesify(self._network(), self.method, **(SCRATCH | dict(self.options or {})))
+    def _bayesian(self, prior_sig: float) -> nn.Module:
+        return bayesify(self._network(), self.method, **(SCRATCH | {"prior_sig": prior_sig} | dict(self.options or {})))
 
-    def _enough(self, data: TensorDataset) -> int:
-        """Return how many steps to train: in stages, until held-out rows are predicted no better."""
+    def _settings(self, data: TensorDataset) -> tuple[int, float]:
+        """Return how many steps to train and the prior's scale, those that predict held-out rows of a regression best.
+
+        Each scale is trained in stages, until held-out rows are predicted no better.
+        """
+        steps = STAGES[0] if self.steps is None else int(self.steps)
         if self._task != "regression" or len(data) < LEAST_ROWS:
-            return STAGES[0]
+            return steps, SIGS[0]
         order = torch.randperm(len(data))
         held, fit = order[: len(data) // 5], order[len(data) // 5 :]
-        x, y = data[held]
-        model, best, steps = self._bayesian(), (float("inf"), STAGES[0]), 0
-        for stage in STAGES:
-            self._train(model, TensorDataset(*data[fit]), stage)
-            steps += stage
-            with torch.no_grad(), library.mean(model.eval()):
-                error = float((model(x) - y).square().mean())
-            if error > BETTER * best[0]:
-                break
-            best = error, steps
-        return best[1]
+        (x, y), rows = data[held], TensorDataset(*data[fit])
+        given = "prior_sig" in (self.options or {})
+        best = float("inf"), steps, SIGS[0]
+        for sig in SIGS[:1] if given else SIGS:
+            model, done, before = self._bayesian(sig), 0, float("inf")
+            for stage in STAGES if self.steps is None else (steps,):
+                self._train(model, rows, stage)
+                done += stage
+                with torch.no_grad(), library.mean(model.eval()):
+                    error = float((model(x) - y).square().mean())
+                best = min(best, (error, done, sig))
+                if error > BETTER * before:
+                    break
+                before = error
+        return best[1:]
 
     def _network(self) -> nn.Module:
         """Build the network, untrained."""
@@ -223,8 +232,8 @@ class BayesClassifier(ClassifierMixin, _BayesEstimator):  # type: ignore[misc]
         hidden: The sizes of the hidden layers.
         module: Builds another network, from the numbers of features and of classes; a function that can be pickled.
         options: What `bayesify` gets beside the method, such as {"prior_sig": 0.3}.
-        steps: How many minibatches are trained on; None is 500, and in a regression more, until a held-out fifth of the
-            rows is predicted no better. All rows are then trained on for so many steps.
+        steps: How many minibatches are trained on; None is 500, and in a regression as many as predict a held-out
+            fifth of the rows best, which choose the prior's scale too. All rows are then trained on.
         batch_size: Rows in one.
         lr: The learning rate of Adam, or of the method's own optimizer.
         random_state: A number or RandomState for weights, batches and samples.
@@ -291,8 +300,8 @@ class BayesRegressor(RegressorMixin, _BayesEstimator):  # type: ignore[misc]
         hidden: The sizes of the hidden layers.
         module: Builds another network, from the numbers of features and of targets; a function that can be pickled.
         options: What `bayesify` gets beside the method, such as {"prior_sig": 0.3}.
-        steps: How many minibatches are trained on; None is 500, and in a regression more, until a held-out fifth of the
-            rows is predicted no better. All rows are then trained on for so many steps.
+        steps: How many minibatches are trained on; None is 500, and in a regression as many as predict a held-out
+            fifth of the rows best, which choose the prior's scale too. All rows are then trained on.
         batch_size: Rows in one.
         lr: The learning rate of Adam, or of the method's own optimizer.
         random_state: A number or RandomState for weights, batches and samples.
@@ -301,6 +310,7 @@ class BayesRegressor(RegressorMixin, _BayesEstimator):  # type: ignore[misc]
         model_: The bayesified network, from standardized inputs to standardized targets.
         noise_var_: The variance of each output's noise that training found, of standardized targets.
         steps_: How many minibatches were trained on.
+        prior_sig_: The standard deviation of the prior over weights, where `options` gives none.
 
     Example:
         >>> import numpy as np

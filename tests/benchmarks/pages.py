@@ -1,9 +1,9 @@
 """The benchmarks' page and the README's table, from the results alone."""
 
 import json
-import statistics
 from pathlib import Path
 
+from examples.evidence import claims, summary
 from examples.evidence.files import read_all
 from examples.evidence.page import table_of_task
 from examples.sections import with_section
@@ -12,33 +12,26 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
-COSTS = {"mlp, batch 128": "MLP", "vit_b_32, batch 8": "ViT-B/32", "resnet50, batch 8": "ResNet-50"}
-METHODS = {  # by the evidence's row: what a weight is, and how the method is used
-    "la_last_kron": ("Gaussian by the curvature, in the last layer", "the three lines; one pass at prediction"),
-    "mix5_la_last_kron": ("of one of five models", "`mix(models)` of five such, trained apart"),
-    "vi": ("`m + eps * s`, both trained", "the default of a training"),
-    "ivon": ("`m + eps * s`, `s` by the optimizer", "`IVON(model, lr, num_data=N)` is the optimizer"),
-    "mc_dropout": ("trained, or with probability p the prior mean", 'as `"vi"`'),
-    "sgld": ("Gaussian of a Langevin chain", "`SGLD(model, lr, num_data=N)` is the optimizer"),
-    "swag": ("Gaussian of the optimizer's iterates", '`bayesify(model, "swag")`, any optimizer, `Cycles`'),
-    "la": ("Gaussian by the curvature", "`fit_laplace(model, loader)` after training"),
-    "vanilla": ("the trained value", "the baseline, and members of `mix`"),
+SINE = RESULTS.with_name("sine.json")
+VIT = "vit_b_32, batch 8"
+GAINS = {  # by the evidence's row: what you have, the call, whose training it costs, and what it gives
+    "la_last_kron": ("a trained classifier", "`fit_laplace`, last layer", "one pass over the data"),
+    "vi": ("a training", '`"vi"`', "{step} times a plain step (ViT-B/32, CPU)"),
+    "one_budget": ("a training", '`"ensemble"`', "nothing: several short trainings in place of one"),
+    "mix5_la_last_kron": ("five trainings", "`mix`, each with its last layer", "five trainings"),
 }
-NAMES = {"la_last_kron": '`"la"`, last layer', "mix5_la_last_kron": "five of them"}
+EXPLAINED = """NLL, the negative log-likelihood of test labels, counts errors and misplaced confidence; lower is better.
+AUROC is the chance that an unfamiliar input outscores a familiar one. Means [over tasks](docs/evidence.md)."""
 NOTES = {
     "peak memory": "Plain SGD with momentum holds three arrays of the weights' size: weights, gradients and momentum. "
     "VI holds eight: mean, rho, the prior's mean, theta until its backward pass, two gradients and two momenta. None "
     "is noise, which is made again where it is needed.",
 }
-QUALITY = {  # a column: what it is minus, and the ways to predict that may be compared with it
-    "NLL": (("plain", "mean"), ("samples",)),
-    "NLL, held-out data": (("plain", "temperature"), ("closed", "tempered closed", "tempered samples")),
-}
 
 
-def with_table(readme, results, found=None):
-    """Return the README with its table of methods; with the quality that the evidence found, unless told otherwise."""
-    return with_section(readme, "methods", methods(results, evidence() if found is None else found))
+def with_table(readme, results):
+    """Return the README with its table of what each way brings and costs."""
+    return with_section(readme, "gains", gains(results))
 
 
 def split(results, group):
@@ -51,40 +44,38 @@ def split(results, group):
     return out
 
 
-def methods(results, found):
-    """Return the README's table: what each method is, what a training step costs and what it brought."""
-    steps = split(results, "training step")
-    works = [work for work in COSTS if work in steps]
-    columns = [*(f"step, {COSTS[work]}" for work in works), *found]
-    lines = ["| method | a weight is | use | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
-    for row, (words, use) in METHODS.items():
-        cells = [f"{steps[w][row]['wall']:.2f}" if row in steps[w] else "" for w in works]
-        cells += [f"{by_row[row]:+.3f}" if row in by_row else "" for by_row in found.values()]
-        lines.append(
-            f"| {NAMES.get(row, f'`{row!r}`'.replace(chr(39), chr(34)))} | {words} | {use} | "
-            + " | ".join(cells)
-            + " |"
-        )
-    cost = f"A step is over one of plain SGD with momentum, side by side ({results['machine']}; {results['date']})."
-    if not found:
-        return "\n".join([*lines, "", cost, ""])
-    quality = (
-        "NLL is that of test data at the defaults minus that of plain training; with held-out data for a temperature "
-        "(or for the last layer's prior), minus that of plain training with a temperature: below zero is better "
-        f"(the mean of {', '.join(sorted(read_all()))}: [evidence](docs/evidence.md))."
-    )
-    return "\n".join([*lines, "", f"{cost} {quality}", ""])
+def gains(results):
+    """Return the README's table: what you have, what you call, what it costs and what it brought."""
+    tables = {name: table_of_task(name, found) for name, found in read_all().items()}
+    found, alarm = summary.gains(tables), summary.alarms()
+    steps = split(results, "training step")[VIT]
+    lines = [
+        "| You have | You call | It costs | against plain training | temperature scaling on both |",
+        "|---" * 5 + "|",
+    ]
+    for row, (have, call, cost) in GAINS.items():
+        words = cost.format(step=f"{steps[row]['wall']:.2f}" if row in steps else "")
+        alone, held_out = (over.shown for over in (against_plain(tables, row), found[row][1]))
+        lines.append(f"| {have} | {call} | {words} | NLL {alone} | NLL {held_out} |")
+    lines += [
+        f"| any model | `fit_novelty` | one pass over the data | AUROC {alarm.mean:+.2f} over the network's entropy "
+        f"({alarm.better} of {alarm.count}) | |",
+        f"| a table of numbers | `BayesRegressor` | seconds | {error_bars()} | |",
+    ]
+    return "\n".join([*lines, "", EXPLAINED])
 
 
-def evidence():
-    """Return {column: {row: the NLL minus that of plain training, the mean of all seeds and tasks}}."""
-    tables, out = [table_of_task(*item) for item in read_all().items()], {}
-    for column, (plain, kinds) in QUALITY.items():
-        for way in ((row, kind) for row in METHODS for kind in kinds):
-            if all(table.has(way) for table in tables):
-                apart = [table.against(way, plain).mean for table in tables]
-                out.setdefault(column, {})[way[0]] = statistics.mean(apart)
-    return out
+def against_plain(tables, row):
+    """Return the NLL of a row's own prediction minus that of plain training without a temperature."""
+    kind = "closed" if "la_last" in row else "samples"
+    return summary.over(tables, (row, kind), claims.PLAIN)
+
+
+def error_bars():
+    """Return how the regressor's error bars grow away from the data, on the sine of docs/regression.md."""
+    found = json.loads(SINE.read_text())["`BayesRegressor`"]
+    wider = found["0.1, gap"] / max(found["-1.2, data"], found["1.2, data"])
+    return f"[error bars](docs/regression.md) {wider:.0f} times wider in a gap of the data"
 
 
 def page(results):
