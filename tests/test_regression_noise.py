@@ -1,5 +1,6 @@
 """The noise of a regression: learned with the model, or estimated from residuals with their degrees of freedom."""
 
+import copy
 import math
 
 import pytest
@@ -198,3 +199,15 @@ def test_calibrate_widens_a_spread_that_is_too_small():
     calibrate(model, [held], progress=False)
     factor = next(p.calibration for p in model.modules() if hasattr(p, "calibration"))
     assert 2.5 < factor < 6
+
+
+def test_a_sequential_model_can_learn_its_noise(tmp_path):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, y, model = torch.randn(9, 3), torch.randn(9, 1), bayesify(copy.deepcopy(net), "vi").eval()
+    before, noise = model(x), methods.noise(model)
+    assert torch.equal(model(x), before)
+    noise(model(x), y).backward()
+    assert noise.log_var.grad is not None
+    save(model, tmp_path)
+    torch.testing.assert_close(load(net, tmp_path).eval()(x), before)
+    torch.testing.assert_close(predict(model, x, samples=0).aleatoric[0], noise.variance.double().sqrt())

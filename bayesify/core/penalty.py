@@ -288,13 +288,15 @@ class GaussianNoise(nn.Module):
         """The variance of each output."""
         return self.log_var.detach().exp()
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the Gaussian's NLL: 1/2 ((y - f)^2/v + log(2 pi v)), summed over outputs, its mean over examples.
 
         Args:
             outputs: The model's, (N,) or (N, ...).
-            targets: Of the same shape.
+            targets: Of the same shape. Without any, the outputs are returned: an `nn.Sequential` calls all its parts.
         """
+        if targets is None:
+            return outputs
         count = self.log_var.numel()
         if outputs.shape != targets.shape or outputs.numel() != len(outputs) * count:
             raise ValueError(
