@@ -83,7 +83,7 @@ class Cycles(LRScheduler):
 
     | method | cycles | each |
     |---|---|---|
-    | "ensemble" | one for each member, from four times the rate down to 0 | ends in a member; see `restart` |
+    | "ensemble" | one for each member, from twice the rate down to 0 | ends in a member; see `restart` |
     | "swag" | 10, in the last quarter of the steps, at a constant rate | ends in an iterate |
     | "sgld" | 4 | looks for a basin up to `beta`, then samples it; `mixture()` has a member of each |
 

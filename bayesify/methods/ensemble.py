@@ -231,7 +231,7 @@ def _member_model(root: nn.Module, scope: Any, number: int) -> nn.Module:
 class Members(Stages):
     """Keep the weights at the end of every cycle, and start the next one anew."""
 
-    high = 4.0
+    high = 2.0
     options = ("restart", "fresh", "seed")
 
     def __init__(self, run: Cycles, *, restart: str | None = None, fresh: Any = None, seed: int | None = None) -> None:
