@@ -109,11 +109,34 @@ def laplace(task, *, include, samples=None, **setting):
     return *both(task, partial(predict, model, samples=samples, seed=task.seed), "samples"), seconds + spent
 
 
-def existing(task, **setting):
+def relative(model):
+    """Give adapters a spread in proportion to their own size."""
+    return bayesify(model, "vi", **LORA)
+
+
+@torch.no_grad()
+def by_direction(model):
+    """Give adapters B A = (U d) (V^T A) the spread s/d_i in row i of V^T A (Shi et al. 2024, training-free)."""
+    directions = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and len(module.lora_A):
+            inner, outer = (next(iter(side.values())).weight for side in (module.lora_A, module.lora_B))
+            u, d, v = torch.linalg.svd(outer, full_matrices=False)
+            inner.copy_(v @ inner)
+            outer.copy_(u * d)
+            directions[name] = d.clamp_min(1e-6)
+    bayesify(model, "vi", include="*lora_A*", link="exp", prior_sig=1.0, init_sig=0.01)
+    for name, posterior in named_posteriors(model):
+        d = directions[name.partition(".lora_A")[0]]
+        posterior.rho.copy_((0.01 * d.max() / d).log().unsqueeze(1).expand_as(posterior.rho))
+    return model
+
+
+def existing(task, *, spread, **setting):
     """Give trained adapters a spread by `calibrate`, which sees prompts and no labels."""
     model, seconds = member(task, 0, **setting)
     begin = time.process_time()
-    bayesify(model, "vi", **LORA)
+    spread(model)
     calibrate(model, [inputs for inputs, _ in task.held_out.batches()], samples=SAMPLES, progress=False)
     spent = time.process_time() - begin
     kinds, notes = both(task, partial(predict, model, samples=SAMPLES, seed=task.seed), "samples")
@@ -137,7 +160,8 @@ ROWS = {
     "sgld": sgld,
     "la_last": partial(laplace, include=f"*{HEAD}*"),
     "la_adapters": partial(laplace, include=LORA["include"], samples=SAMPLES),
-    "existing": existing,
+    "existing": partial(existing, spread=relative),
+    "existing_directions": partial(existing, spread=by_direction),
     "one_budget": one_budget,
     "ensemble5": ensemble,
     "novelty": novelty,
@@ -158,6 +182,7 @@ def scored(predicted, known, others):
     out = {
         "nll": metrics.nll(probs, labels),
         "error": metrics.error(probs, labels),
+        "error_half": metrics.risk_coverage(probs, labels).risk[len(labels) // 2 - 1],
         "ece": metrics.ece(probs, labels),
         "aurc": metrics.aurc(probs, labels),
         "ood_entropy": metrics.auroc(found.entropy, strange.entropy),

@@ -9,7 +9,7 @@ from .tasks import TASKS
 
 SEED = 100
 GRIDS = {
-    "plain": [{"lr": 0.5}, {"lr": 1.0}, {"lr": 2.0}, {"lr": 4.0}, {"lr": 8.0}, {"lr": 4.0, "epochs": 2.0}],
+    "plain": [{"lr": 0.5}, {"lr": 1.0}, {"lr": 2.0}, {"lr": 4.0}, {"lr": 8.0}],
     "vi": [{"lr": 4.0}, {"lr": 8.0}],
     "ivon": [{"lr": 2.0}, {"lr": 4.0}],
     "sgld": [{"lr": 2.0}, {"lr": 4.0}],
@@ -17,8 +17,6 @@ GRIDS = {
         {"lr": 1.0},
         {"lr": 2.0},
         {"lr": 4.0},
-        {"lr": 1.0, "epochs": 2.0},
-        {"lr": 2.0, "epochs": 2.0},
         {"lr": 4.0, "restart": "prior", "fresh": "*lora_A*"},
     ],
 }
@@ -32,10 +30,7 @@ def read(path):
 def setting_of(row, path):
     """Return the setting of a row: its own, or that of plain training, whose adapters it takes."""
     chosen = read(path)["chosen"]
-    if row == "base" or "plain" not in chosen:
-        return {}
-    longer = {"epochs": chosen["plain"].get("epochs", 1.0)}  # the same for all rows
-    return {**chosen.get(row if row in GRIDS else "plain", {}), **longer}
+    return {} if row == "base" else dict(chosen.get(row if row in GRIDS else "plain", {}))
 
 
 def tune(path, names, minutes):

@@ -207,7 +207,8 @@ class OpenBookQA(Questions):
 
     name, choices = "openbookqa", 4
     about = (
-        "OpenBookQA, questions of at most 120 characters with four choices; OOD: questions of TREC with these choices"
+        "OpenBookQA, four choices, 150 training and 150 test questions of at most 120 characters with their choices; "
+        "OOD: 50 questions of TREC with such choices"
     )
     longest = 120
     count, tested, strange = 150, 150, 50
