@@ -100,6 +100,25 @@ def test_without_labels_the_cost_on_the_models_own_predictions_is_within_the_tar
     assert float((p * (p.log() - q.log())).sum(-1).mean()) > 0.05
 
 
+@pytest.mark.parametrize("largest", [0.05, 0.9, 1.0, 30.0, 2000.0, 30000.0])
+def test_a_spread_of_any_size_is_found_in_few_passes(largest):
+    tried = []
+
+    def cost(factor):
+        tried.append(factor)
+        return 0.1 * (factor / largest) ** 2
+
+    found = calibration._largest_within(cost, 0.1)
+    assert largest / calibration.FINE <= found <= largest
+    assert len(tried) <= 11
+
+
+def test_spreads_out_of_reach(caplog):
+    assert calibration._largest_within(lambda factor: 1.0, 0.1) == 0
+    assert calibration._largest_within(lambda factor: 0.0, 0.1) == calibration.WIDEST
+    assert "costs less than 0.1 nats" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:the spread of")
 def test_the_divergence_is_that_of_the_mean_from_the_samples():
     model = trained("vi", **dict(FITTED)["vi"])

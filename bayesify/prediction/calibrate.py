@@ -35,6 +35,7 @@ M = TypeVar("M", bound=nn.Module)
 
 TARGET = 0.1  # nats that the spread may cost on the model's own predictions
 FACTORS = tuple(2.0**k for k in range(-4, 8))
+WIDEST, COARSE = 2.0**15, 8.0  # without labels: the largest factor, and the first steps
 FINE = 2**0.25  # the last refinement's step
 HOPELESS = 0.1  # nats above the best so far, from where larger factors are not tried
 GAIN = 1e-4  # nats that count as a difference
@@ -209,16 +210,21 @@ def _best(trial: Trial) -> float:
 
 
 def _largest_within(cost: Callable[[float], float], target: float) -> float:
-    """Return the largest factor whose cost is within the target: it grows with the factor."""
-    low = 0.0
-    for high in FACTORS:
-        if cost(high) > target:
-            break
-        low = high
-    else:
+    """Return the largest factor whose cost is within the target, and 0 if that is below the smallest.
+
+    Steps are coarse: adapters that are trained already may need a spread a thousand times that of a new posterior.
+    """
+    low, high = 0.0, 1.0
+    while high <= WIDEST and cost(high) <= target:
+        low, high = high, COARSE * high
+    if high > WIDEST:
         logger.warning("even a spread of %g times its size costs less than %g nats", low, target)
         return low
-    while low and high / low > FINE:
+    while low == 0.0:
+        if high <= FACTORS[0]:
+            return 0.0
+        high, low = (high, high / COARSE) if cost(high / COARSE) <= target else (high / COARSE, 0.0)
+    while high / low > FINE:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if cost(middle) <= target else (low, middle)
     return low
