@@ -253,7 +253,7 @@ def read(path: Path) -> dict[str, File]:
         models = json.loads(about["models"], parse_constant=no_number)
         if not models:
             raise ValueError("it holds no model")
-        return {member: _member(path, f"{member}/" if member else "", models[member], tensors) for member in models}
+        return {m: _member(path, f"{m}/" if m else "", about_m, tensors) for m, about_m in models.items()}
     except CheckpointError:
         raise
     except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
