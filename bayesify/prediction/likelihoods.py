@@ -149,8 +149,11 @@ class Regression(Likelihood):
     name = "regression"
 
     def __init__(self, noise_var: "float | Sequence[float] | Tensor | None" = None) -> None:
-        values = [] if noise_var is None else torch.as_tensor(noise_var, dtype=torch.float64).flatten().tolist()
         self.estimated = noise_var is None
+        try:
+            values = [] if noise_var is None else torch.as_tensor(noise_var, dtype=torch.float64).flatten().tolist()
+        except (TypeError, ValueError):
+            values = [math.nan]  # no numbers
         if not all(math.isfinite(v) and v > 0 for v in values) or not (values or self.estimated):
             raise ValueError(f"noise_var must be finite and > 0, or None to estimate it, got {noise_var!r}")
         self.noise_var: float | tuple[float, ...] | None = values[0] if len(values) == 1 else tuple(values) or None
