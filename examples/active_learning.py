@@ -1,4 +1,4 @@
-"""Label the digits that tell most: `active.select` with and without diversity, beside random choice.
+"""Label the most informative digits: `active.select` with and without diversity, beside random choice.
 
     python examples/active_learning.py [--seeds 10]
 

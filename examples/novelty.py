@@ -1,4 +1,4 @@
-"""How well novelty tells strange inputs, on the evidence's tasks: far data, and classes that training left out.
+"""How well novelty detects unfamiliar inputs on the evidence's tasks: other data, and classes left out of training.
 
     BAYESIFY_DATA=... python examples/novelty.py --validate    # compare scores on validation data; writes the choice
     BAYESIFY_DATA=... python examples/novelty.py               # five seeds of every task, at the defaults

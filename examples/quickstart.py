@@ -2,7 +2,7 @@
 
     python examples/quickstart.py [--epochs 100] [--seed 0] [--out demo]
 
-200 handwritten digits to train on, 200 to tune with, 1397 to test, and random images as what nobody trained for.
+200 handwritten digits to train on, 200 to tune with, 1397 to test, and random images as unfamiliar inputs.
 Nothing is chosen but what bayesify chooses. Writes a picture and a report into the output folder.
 """
 

@@ -1,4 +1,4 @@
-"""Numbers with honest intervals: train a network, give it a posterior, and draw what it doubts and what the data hides.
+"""Intervals for numbers: train a network, give it a posterior, and draw its epistemic and aleatoric uncertainty.
 
     python examples/regression.py                               # a noisy sine with a gap, where nothing is known
     python examples/regression.py --data table.csv --method vi  # of your own
@@ -79,10 +79,10 @@ def main():
 
     out = ask([(x[test], y[test])])
     print(" ".join(f"{name} {value:.3f}" for name, value in out.scores.items()))
-    print(f"std: what the model doubts {out.epistemic.mean():.3f}, what the data hides {out.aleatoric.mean():.3f}")
+    print(f"std: epistemic {out.epistemic.mean():.3f}, aleatoric {out.aleatoric.mean():.3f}")
     held, fresh = out[: len(out) // 2], out[len(out) // 2 :]
     low, high = fresh.sets(metrics.conformal_quantile(held, alpha=0.2))
-    print(f"conformal 80 % intervals: {(high - low).mean():.3f} wide, whatever the model is")
+    print(f"conformal 80 % intervals: {(high - low).mean():.3f} wide, for any model")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.data is None:
         grid = torch.linspace(-2.5, 2.5, 201).unsqueeze(1)

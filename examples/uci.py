@@ -22,6 +22,7 @@ from bayesify.prediction.likelihoods import Regression
 TABLES = ("concrete", "energy", "wine-quality-red", "yacht")
 HIDDEN, BATCH, CHAIN, LR, SAMPLES = 50, 128, 500, 0.02, 100
 MEMBERS = 5  # of a mixture
+REGRESSOR = "BayesRegressor"
 PRIORS = (1.0,)  # of the hidden layer; the outputs' is half of it
 STEPS = (1000, 4000)
 SETTINGS = {  # what is tried inside each training split, with each prior and each length of training
@@ -234,18 +235,34 @@ def fitted_noise(outputs, on):
 def scored(outputs, noise, on):
     """Return the scores of each split."""
     stds = noise.sqrt().expand_as(outputs)
+    return [score_of(outputs[..., k], stds[..., k].to(outputs), on.y[:, k]) for k in range(on.y.shape[1])]
+
+
+def score_of(outputs, stds, targets):
+    """Return the scores of one split, for the outputs of samples (samples, rows) and their noise."""
+    prediction = outputs, stds, targets
+    return {
+        "rmse": float((outputs.mean(0) - targets).square().mean().sqrt()),
+        "ll": -metrics.gaussian_nll(*prediction),
+        "crps": metrics.crps(*prediction),
+        "inside": round(metrics.interval_coverage(*prediction) * len(targets)),
+        "rows": len(targets),
+    }
+
+
+def regressor(name):
+    """Return the scores of each split's test rows by `BayesRegressor`, which chooses everything by itself."""
+    from bayesify.integrations.sklearn import BayesRegressor
+
+    x, y, tests = table(name)
     rows = []
-    for k in range(on.y.shape[1]):
-        prediction = outputs[..., k], stds[..., k].to(outputs), on.y[:, k]
-        rows.append(
-            {
-                "rmse": float((outputs[..., k].mean(0) - on.y[:, k]).square().mean().sqrt()),
-                "ll": -metrics.gaussian_nll(*prediction),
-                "crps": metrics.crps(*prediction),
-                "inside": round(metrics.interval_coverage(*prediction) * len(on.y)),
-                "rows": len(on.y),
-            }
-        )
+    for split, test in enumerate(tests):
+        known = torch.ones(len(x), dtype=torch.bool)
+        known[test] = False
+        model = BayesRegressor(random_state=split).fit(x[known].numpy(), y[known].numpy())
+        mean, std = (torch.from_numpy(v) for v in model.predict(x[test].numpy(), return_std=True))
+        rows.append(score_of(mean.unsqueeze(0), std.unsqueeze(0), y[test]))
+        print(f"{name} {REGRESSOR} split {split}: log-likelihood {rows[-1]['ll']:.3f}", flush=True)
     return rows
 
 
@@ -256,6 +273,8 @@ def settings_of(method):
 
 def run(name, methods):
     """Return by method the scores of each split's test rows, and what was chosen for it."""
+    if REGRESSOR in methods:
+        return {REGRESSOR: regressor(name), **run(name, [m for m in methods if m != REGRESSOR])}
     data = parts(name)
     trial, found = Stage(data["fit"], data["held"]), {}
     for method in methods:
