@@ -47,6 +47,20 @@ class Ensemble(Vanilla):
         dtype: The precision in which members are kept: None is the parameter's own, or "float16", "bfloat16".
         bias: "penalty" treats biases as the weights, "ignore" leaves them out of the penalty.
         nst: Samples at prediction; None is every member once.
+
+    Example:
+        >>> import torch
+        >>> from bayesify import Cycles, bayesify, components, methods
+        >>> model = bayesify(torch.nn.Linear(3, 2), methods.Ensemble(members=2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> cycles = Cycles(optimizer, model, steps=6)
+        >>> for _ in range(6):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(4, 3)).square().mean().backward()
+        ...     optimizer.step()
+        ...     cycles.step()
+        >>> len(components(model))
+        2
     """
 
     name: ClassVar[str] = "ensemble"
