@@ -23,7 +23,7 @@ from sections import write_section
 from torch import nn
 
 from bayesify import bayesify, fit_novelty, metrics, predict
-from bayesify.quality.metrics import KINDS, Moments
+from bayesify.quality.metrics import KINDS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results/novelty"
@@ -166,10 +166,7 @@ def validated(run):
     for place, model in at.items():
         z = {name: active.features(model, part.batches()) for name, part in parts.items()}
         for kind in KINDS:
-            moments = Moments(kind)
-            moments.add(*z["train"])
-            reference = moments.reference()
-            d = {name: reference.score(z[name][0]) for name in ("held", "known", "ood")}
+            d = {n: metrics.feature_distance(*z["train"], z[n][0], kind=kind) for n in ("held", "known", "ood")}
             out[f"{kind}, {place}"] = metrics.auroc(d["known"], d["ood"])
             both = {name: d[name] / d["held"].std() + entropies[name] / entropies["held"].std() for name in d}
             out[f"{kind} + entropy, {place}"] = metrics.auroc(both["known"], both["ood"])

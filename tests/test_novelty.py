@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesify import bayesify, fit_laplace, fit_novelty, load, mix, predict, save
+from bayesify import bayesify, fit_laplace, fit_novelty, load, metrics, mix, predict, save
 from bayesify.prediction.novelty import Novelty
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.metrics import BANK, Moments, whitened
@@ -66,26 +66,26 @@ def by_hand(train, labels, new):
 
 def test_distances_are_their_formulas_whatever_the_batches():
     near, away = by_hand(X, Y, NEW)
-    for kind, wanted in (("mahalanobis++", near), ("relative", near - away)):
-        moments = Moments(kind)
-        for part in torch.arange(len(X)).split(70):
-            moments.add(X[part], Y[part])
-        torch.testing.assert_close(moments.reference().score(NEW), wanted, rtol=1e-4, atol=1e-4)
-    moments = Moments("knn")
-    moments.add(X, None)
-    z, u = F.normalize(X.double(), dim=1), F.normalize(NEW.double(), dim=1)
-    torch.testing.assert_close(moments.reference().score(NEW), torch.cdist(u, z).sort(1).values[:, 9])
+    moments = Moments()
+    for part in torch.arange(len(X)).split(70):
+        moments.add(X[part], Y[part])
+    torch.testing.assert_close(moments.reference().score(NEW), near, rtol=1e-4, atol=1e-4)
+    x, new = X.double(), NEW.double()
+    relative = metrics.feature_distance(x, Y, new, kind="relative")
+    torch.testing.assert_close(relative, near - away, rtol=1e-4, atol=1e-4)
+    z, u = F.normalize(x, dim=1), F.normalize(new, dim=1)
+    neighbours = (u[:, None] - z).norm(dim=2).sort(1).values[:, 9]
+    torch.testing.assert_close(metrics.feature_distance(x, None, new, kind="knn"), neighbours)
 
 
-def test_a_bank_is_a_random_sample():
-    moments = Moments("knn")
-    angles = torch.linspace(0, math.pi / 2, 4 * BANK)
-    for part in torch.stack([angles.cos(), angles.sin()], 1).split(500):
-        moments.add(part, None)
-    kept = torch.atan2(*moments.bank.T.flip(0))
-    assert len(kept) == BANK and len(kept.unique()) == BANK
-    error = (math.pi / 2) / math.sqrt(12 * BANK)
-    assert abs(float(kept.mean()) - math.pi / 4) < 4 * error
+def test_neighbours_are_searched_in_a_random_sample():
+    """Of 4 BANK even angles between 0 and 90 degrees a fourth is kept, and each place is as likely as any other."""
+    angles = torch.linspace(0, math.pi / 2, 4 * BANK, dtype=torch.float64)
+    x = torch.stack([angles.cos(), angles.sin()], 1)
+    found = metrics.feature_distance(x, None, x, kind="knn")
+    gap = (math.pi / 2) / BANK  # between neighbours in the sample: the tenth nearest is five gaps away
+    halves = [float(part.mean()) for part in found.chunk(2)]
+    assert halves == pytest.approx([5 * gap, 5 * gap], rel=0.1)
 
 
 def test_244_rows_of_1280_features():

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -353,12 +354,10 @@ class NoveltyVoice(nn.Module):
         self.start = Voice(0, _at_prior(host)) if novelty.at == "prior" else None  # its features count
         source = self.start or self.mean or first
         source.model, self.tap = tapped(source.model, novelty.layer)
-        self.layer, self.scales, self.kind = novelty.layer, novelty.scales, novelty.reference.kind
+        self.layer, self.scales = novelty.layer, novelty.scales
         self.body = novelty.layer == base_of(host)  # whose outputs are the features, as of a Hugging Face model
         self.false_alarms = novelty.false_alarms if false_alarms is None else false_alarms
-        tensors = {name: value for name, value in vars(novelty.reference).items() if name != "kind"}
-        self.names = tuple(tensors)
-        _hold(self, held_out=novelty.held_out, **tensors)
+        _hold(self, held_out=novelty.held_out, **vars(novelty.reference))
 
     def forward(self, inputs: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return novelty and p-value of a batch, for the outputs of the mean if the average has run it."""
@@ -369,7 +368,7 @@ class NoveltyVoice(nn.Module):
         given, output = self.tap.taken()
         mask = inputs.get("attention_mask") if isinstance(inputs, dict) else None
         features = pooled(hidden(output) if self.body else given, mask, self.layer).float()
-        reference = Reference(self.kind, **{name: getattr(self, name) for name in self.names})
+        reference = Reference(**{f.name: getattr(self, f.name) for f in fields(Reference)})
         novelty = Novelty(self.layer, "", reference, self.held_out, self.scales, self.false_alarms, 0.0)
         entropy = entropy_of(logits.float().softmax(-1)) if len(self.scales) > 1 else None
         score = novelty.score(features, entropy)

@@ -64,7 +64,7 @@ class Novelty:
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers and texts that `from_state_dict` understands, for `torch.save`."""
-        kept = {f"reference.{name}": value for name, value in vars(self.reference).items() if value is not None}
+        kept = {f"reference.{name}": tensor for name, tensor in vars(self.reference).items()}
         return kept | {f.name: getattr(self, f.name) for f in fields(self) if f.name != "reference"}
 
     @classmethod
@@ -76,7 +76,7 @@ class Novelty:
 
     def __repr__(self) -> str:
         return (
-            f"Novelty({self.reference.kind} in {len(self.reference.center)} features of {self.layer!r} at the "
+            f"Novelty(mahalanobis++ in {len(self.reference.center)} features of {self.layer!r} at the "
             f"{self.at}, {len(self.held_out)} held-out examples, {self.false_alarms:.3g} false alarms)"
         )
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -127,7 +126,6 @@ def conformal_pvalues(scores: Tensor, held_out: Tensor) -> Tensor:
 
 # -- a threshold on the confidence -------------------------------------------------------------------------------------
 
-_AT_ONCE = 64  # tests of a sequence
 _STARTS = 19  # besides a quarter of the examples
 
 
@@ -135,6 +133,13 @@ class Threshold(float):
     """The confidence from which on a model may answer; infinite where no answer is safe, for the `reason`."""
 
     reason: str = ""
+
+    @classmethod
+    def refused(cls, reason: str) -> Self:
+        """Return the threshold that answers nothing."""
+        threshold = cls(math.inf)
+        threshold.reason = reason
+        return threshold
 
     def __repr__(self) -> str:
         return f"{float(self)!r} ({self.reason})" if self.reason else repr(float(self))
@@ -180,49 +185,40 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
     ends = torch.cat([values[1:] != values[:-1], torch.tensor([True])]).nonzero().flatten()
     count, level = len(p), 1 - confidence
     least, small = (math.ceil(math.log(share) / math.log1p(-max_risk)) for share in (level, level / 2 / _STARTS))
-    refused = Threshold(math.inf)
     if count < least:
-        refused.reason = f"too few examples: {count}, at least {least} are needed"
-        return refused
+        return Threshold.refused(f"too few examples: {count}, at least {least} are needed")
     few = small > count / 2
-    sizes = [math.ceil(small * (count / small) ** (k / _STARTS)) for k in range(0 if few else _STARTS)]
-    quarter = max(count // 4, least)
-    reached = max(
-        _reached(errors, ends, [quarter], max_risk, level if few else level / 2),
-        _reached(errors, ends, sizes, max_risk, level / 2 / _STARTS),
-    )
+    quarter, sizes = max(count // 4, least), list[int]()
+    if not few:
+        sizes = [math.ceil(small * (count / small) ** (k / _STARTS)) for k in range(_STARTS)]
+    tails = binomial_tails(errors, max_risk)[ends]
+    first, others = (torch.searchsorted(ends, torch.tensor(m, dtype=torch.long) - 1) for m in ([quarter], sizes))
+    reached = max(_reached(tails, first, level if few else level / 2), _reached(tails, others, level / 2 / _STARTS))
     if reached >= 0:
-        return Threshold(values[reached])
-    first = int(ends[torch.searchsorted(ends, min([quarter, *sizes]) - 1)])
-    found = f"{int(errors[first])} of the {first + 1} most confident are wrong"
-    refused.reason = f"no subset is good enough: {found}, which is no proof of {max_risk:g} at most"
-    return refused
+        return Threshold(values[ends[reached]])
+    fewest = 1 + int(ends[int(torch.cat([first, others]).min())])
+    found = f"{int(errors[fewest - 1])} of the {fewest} most confident are wrong"
+    return Threshold.refused(f"no subset is good enough: {found}, which is no proof of {max_risk:g} at most")
 
 
-def _reached(errors: Tensor, ends: Tensor, sizes: Sequence[int], max_risk: float, level: float) -> int:
-    """Return the last of `ends` (tested places m - 1) that sequences from these sizes reach; -1 if none does."""
-
-    def passed(places: Tensor) -> Tensor:
-        return binomial_tails(errors[ends[places]], ends[places] + 1, max_risk) <= level
-
-    reached = -1  # a place in `ends`
-    places = torch.searchsorted(ends, torch.tensor(sizes, dtype=torch.long) - 1)
-    for place in places[passed(places)].tolist() if sizes else ():
-        while reached < place:  # else it is inside of an earlier run, which it would end as
-            some = torch.arange(place, min(place + _AT_ONCE, len(ends)))
-            run = int(passed(some).long().cumprod(0).sum())
-            reached = place + run - 1
-            place = place + run if run == len(some) < len(ends) - place else reached
-    return int(ends[reached]) if reached >= 0 else -1
+def _reached(tails: Tensor, starts: Tensor, level: float) -> int:
+    """Return the last place that passes in the sequences from these starts, each up to its first failure; or -1."""
+    passed = tails <= level
+    failures = (~passed).cumsum(0)
+    ends = torch.searchsorted(failures, failures[starts[passed[starts]]], right=True) - 1
+    return int(ends.max()) if len(ends) else -1
 
 
-def binomial_tails(errors: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """Return P(Bin(n, r) <= e), the sum of C(n, k) r^k (1 - r)^(n - k) for k = 0..e by logarithms, for every (e, n)."""
-    k = torch.arange(int(errors.max()) + 1, dtype=torch.float64)
-    n = counts.double().unsqueeze(1)
-    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma((n - k).clamp_min(0) + 1)
-    terms = ways + k * math.log(rate) + (n - k) * math.log1p(-rate)
-    return torch.logsumexp(terms.masked_fill(k > errors.unsqueeze(1), -math.inf), 1).exp().clamp_max(1)
+def binomial_tails(errors: Tensor, rate: float) -> Tensor:
+    """Return P(Bin(n, r) <= e_n) for the e_n errors among the first n examples, n = 1, 2, ...
+
+    From 1 for n = 0, an example that is right takes away r P(Bin(n - 1, r) = e_n), an error adds (1 - r) times that.
+    """
+    e, n = errors.double(), torch.arange(len(errors), dtype=torch.float64)
+    ways = torch.lgamma(n + 1) - torch.lgamma(e + 1) - torch.lgamma(n - e + 1)  # minus infinity where e > n
+    at = torch.exp(ways + e * math.log(rate) + (n - e) * math.log1p(-rate))
+    wrong = torch.diff(errors, prepend=errors.new_zeros(1)) > 0
+    return 1 + torch.where(wrong, (1 - rate) * at, -rate * at).cumsum(0)
 
 
 # -- drift -------------------------------------------------------------------------------------------------------------

@@ -62,27 +62,22 @@ def diagnose(values: Array) -> Diagnosis:
     return Diagnosis(float(rhat(x).max()), float(ess(x).min()), x.shape[0], x.shape[1], tail_ess)
 
 
-def rhat(values: Array, *, kind: str = "rank") -> Tensor:
-    """Return the split R-hat of every quantity in float64: 1 where the chains agree.
+def rhat(values: Array) -> Tensor:
+    """Return the rank-normalized, folded split R-hat of every quantity in float64: 1 where the chains agree.
 
     Each chain is cut into halves of n draws, which makes M chains. With W the mean of their variances and B/n the
-    variance of their means, R = sqrt(((n-1)/n W + B/n)/W). Where nothing moves it is 1, or infinite if the chains
-    differ.
+    variance of their means, R = sqrt(((n-1)/n W + B/n)/W). The result is the larger R of the ranks' normal scores,
+    Phi^-1((rank - 3/8)/(M n + 1/4)), and of those of the distances to the median, which sees chains that differ in
+    scale (Vehtari et al. 2021). Where nothing moves it is 1, or infinite if the chains differ.
 
     Args:
         values: (chains, draws, ...).
-        kind: "rank" is the larger R of the ranks' normal scores, Phi^-1((rank - 3/8)/(M n + 1/4)), and of those of the
-            distances to the median, which sees chains that differ in scale (Vehtari et al. 2021). "split" is R of the
-            values themselves, which heavy tails and scales deceive.
 
     Example:
-        >>> rhat([[0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]], kind="split")
-        tensor(0.7071, dtype=torch.float64)
+        >>> bool(rhat(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))) < 1.01)
+        True
     """
-    _check_kind(kind, ("rank", "split"))
     halves = _halves(_checked(values))
-    if kind == "split":
-        return _ratio(halves)
     folded = (halves - _quantile(halves, 0.5)).abs()
     return torch.maximum(_ratio(_scores(halves)), _ratio(_scores(folded)))
 
@@ -98,23 +93,19 @@ def ess(values: Array, *, kind: str = "bulk") -> Tensor:
     Args:
         values: (chains, draws, ...).
         kind: "bulk" is about the ranks' normal scores, as in `rhat`; "tail" the smaller one of the indicators
-            x <= the 5% and x <= the 95% quantile; "mean" about the values themselves.
+            x <= the 5% and x <= the 95% quantile.
 
     Example:
         >>> bool(ess(torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))) > 1500)
         True
     """
-    _check_kind(kind, ("bulk", "tail", "mean"))
+    if kind not in ("bulk", "tail"):
+        raise ValueError(f"kind must be 'bulk' or 'tail', got {kind!r}")
     x = _checked(values)
     if kind == "tail":
         low, high = (_size(_halves((x <= _quantile(x, q)).double())) for q in TAILS)
         return torch.minimum(low, high)
-    return _size(_halves(x) if kind == "mean" else _scores(_halves(x)))
-
-
-def _check_kind(kind: str, kinds: tuple[str, ...]) -> None:
-    if kind not in kinds:
-        raise ValueError(f"kind must be one of {list(kinds)}, got {kind!r}")
+    return _size(_scores(_halves(x)))
 
 
 def _checked(values: Array) -> Tensor:

@@ -10,7 +10,6 @@ place of probabilities.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +37,13 @@ from bayesify.quality.calibration import (
     reliability,
 )
 from bayesify.quality.conformal import ConformalQuantile, Drift, abstain_threshold, conformal_quantile, drift
-from bayesify.quality.regression import crps, fit_noise, gaussian_nll, interval_coverage, interval_score
+from bayesify.quality.regression import crps, fit_noise, gaussian_nll, interval_coverage
 
 __all__ = [
     "ConformalQuantile", "Drift", "Kind", "Reliability", "RiskCoverage", "Temperature", "TemperatureError",
     "abstain_threshold", "aurc", "auroc", "brier", "conformal_quantile", "crps", "drift", "ece", "energy", "entropy",
     "error", "feature_distance", "fit_noise", "fit_temperature", "fpr95", "gaussian_nll", "interval_coverage",
-    "interval_score", "mce", "mutual_information", "nll", "reliability", "risk_coverage",
+    "mce", "mutual_information", "nll", "reliability", "risk_coverage",
 ]  # fmt: skip
 
 
@@ -210,7 +209,7 @@ def energy(logits: ArrayT, temperature: float = 1.0) -> ArrayT:
 
 KINDS = ("mahalanobis++", "relative", "knn")
 NEIGHBOURS = 10
-BANK = 2000  # rows that the nearest neighbours are searched in, drawn at random from all
+BANK = 2000  # training rows, drawn at random, among which the nearest neighbours are searched
 
 
 def feature_distance(train: Array, labels: Array | None, features: ArrayT, *, kind: str = "mahalanobis++") -> ArrayT:
@@ -222,8 +221,8 @@ def feature_distance(train: Array, labels: Array | None, features: ArrayT, *, ki
         train: Features of training inputs, shape (M, D), such as `active.features` returns.
         labels: Their classes, shape (M,); None where there are none.
         features: The features to score, shape (N, D).
-        kind: "mahalanobis++", "relative", for inputs that are much like the training data, or "knn"; see
-            `Reference.score`.
+        kind: "mahalanobis++" is `Reference.score`; "relative", for inputs that are much like the training data,
+            subtracts the same score without classes; "knn" is the distance to the tenth nearest of 2,000 training rows.
 
     Returns:
         Shape (N,), of the type of `features`.
@@ -245,58 +244,53 @@ def feature_distance(train: Array, labels: Array | None, features: ArrayT, *, ki
             f"train and features must have shapes (M, D) and (N, D), got {tuple(known.shape)} and {tuple(new.shape)}; "
             "flatten what the last layer takes"
         )
+    if kind == "knn":
+        some = torch.randperm(len(known), generator=torch.Generator().manual_seed(0))[:BANK]
+        distances = torch.cdist(F.normalize(new, dim=1), F.normalize(known[some], dim=1))
+        return like(distances.kthvalue(min(NEIGHBOURS, len(some)), 1).values, features)
     classes = None if labels is None else to_labels(labels, len(known), 1 + int(torch.as_tensor(labels).max()))
-    moments = Moments(kind)
-    moments.add(known, classes)
-    return like(moments.reference().score(new), features)
+    scores = Moments.of(known, classes).reference().score(new)
+    return like(scores if kind != "relative" else scores - Moments.of(known, None).reference().score(new), features)
 
 
 @dataclass(eq=False)
 class Reference:
     """What is kept of known data to measure distances from it."""
 
-    kind: str  # "mahalanobis++", "relative" or "knn"
     center: Tensor  # the mean of all features, (D,)
-    means: Tensor | None = None  # of each class, or of all, (C, D), in the coordinates of `whitening`
-    whitening: Tensor | None = None  # W with W W^T the inverse of the shrunk covariance within classes, (D, D)
-    overall: Tensor | None = None  # the same for the covariance of all features; only for "relative"
-    bank: Tensor | None = None  # some features of length 1; only for "knn"
+    means: Tensor  # of each class, or of all, (C, D), in the coordinates of `whitening`
+    whitening: Tensor  # W with W W^T the inverse of the shrunk covariance within classes, (D, D)
 
     def score(self, features: Tensor) -> Tensor:
-        """Return the distance of each row, (N,); larger is stranger.
+        """Return min_c (z - mu_c)^T S^-1 (z - mu_c) of each row, for z = features/|features|; larger is stranger.
 
-        "mahalanobis++" is min_c (z - mu_c)^T S^-1 (z - mu_c) for z = features/|features|, with class means and their
-        pooled, shrunk covariance; "relative" subtracts (z - mu)^T T^-1 (z - mu), with the mean and covariance of all
-        features; "knn" is the distance to the tenth nearest of 2,000 rows.
+        mu_c are the means of the classes, and S is their pooled, shrunk covariance.
         """
         z = F.normalize(features.to(self.center.dtype), dim=1)
-        if self.bank is not None:
-            squares = (2 - 2 * z @ self.bank.T).clamp_min(0)
-            return squares.kthvalue(min(NEIGHBOURS, len(self.bank)), 1).values.sqrt()
-        assert self.whitening is not None
-        assert self.means is not None
         white = (z - self.center) @ self.whitening
         away = white.square().sum(1, keepdim=True) - 2 * white @ self.means.T + self.means.square().sum(1)
-        found = away.clamp_min(0).amin(1)
-        return found if self.overall is None else found - ((z - self.center) @ self.overall).square().sum(1)
+        return away.clamp_min(0).amin(1)
 
     def to(self, dtype: torch.dtype) -> Reference:
         """Return the same in another precision."""
-        moved: dict[str, Any] = {n: t.to(dtype) if isinstance(t, Tensor) else t for n, t in vars(self).items()}
-        return Reference(**moved)
+        return Reference(*(t.to(dtype) for t in (self.center, self.means, self.whitening)))
 
 
 @dataclass
 class Moments:
     """Sums over rows of length 1, by which one pass over the data is enough: D^2 numbers, and D for each class."""
 
-    kind: str = KINDS[0]
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     count: int = 0
     counts: dict[int, int] = field(default_factory=dict)
     sums: dict[int, Tensor] = field(default_factory=dict)
     squares: Tensor | float = 0.0
-    bank: Tensor | None = None
+
+    @classmethod
+    def of(cls, features: Tensor, labels: Tensor | None) -> Moments:
+        """Return the sums over some rows."""
+        moments = cls()
+        moments.add(features, labels)
+        return moments
 
     @property
     def classes(self) -> int:
@@ -308,8 +302,6 @@ class Moments:
         if not len(features):
             return
         z = F.normalize(features.double(), dim=1)
-        if self.kind == "knn":
-            self._keep(z)
         self.count += len(z)
         classes = torch.zeros(len(z), dtype=torch.long) if labels is None else labels
         for c in sorted(set(classes.tolist())):
@@ -318,29 +310,14 @@ class Moments:
             self.sums[c] = rows.sum(0) + self.sums.get(c, 0)
         self.squares = z.T @ z + self.squares
 
-    def _keep(self, z: Tensor) -> None:
-        """Keep a random sample of all rows so far: the n-th row takes a place with probability BANK/n."""
-        rows = list(self.bank if self.bank is not None else ())
-        for n, row in enumerate(z, start=self.count + 1):
-            place = int(torch.randint(n, (), generator=self.generator))
-            if len(rows) < BANK:
-                rows.append(row)
-            elif place < BANK:
-                rows[place] = row
-        self.bank = torch.stack(rows)
-
     def reference(self) -> Reference:
         """Return what scores new rows, in float64."""
         center = torch.stack(list(self.sums.values())).sum(0) / self.count
-        if self.kind == "knn":
-            return Reference(self.kind, center, bank=self.bank)
         names = sorted(self.counts) if self.classes > 1 else []
         means = torch.stack([self.sums[c] / self.counts[c] for c in names]) if names else center.unsqueeze(0)
         sizes = torch.tensor([self.counts[c] for c in names] if names else [self.count], dtype=center.dtype)
         whitening = whitened(self.squares - (means * sizes.unsqueeze(1)).T @ means, self.count - len(means))
-        overall = self.squares - self.count * torch.outer(center, center)
-        relative = whitened(overall, self.count - 1) if self.kind == "relative" else None
-        return Reference(self.kind, center, (means - center) @ whitening, whitening, relative)
+        return Reference(center, (means - center) @ whitening, whitening)
 
 
 def whitened(scatter: Tensor, degrees: int) -> Tensor:

@@ -56,26 +56,6 @@ def interval_coverage(mean: Array, std: Array, targets: Array, level: float = 0.
     return float(((mixture_cdf(*_checked(mean, std, targets)) - 0.5).abs() <= level / 2).double().mean())
 
 
-def interval_score(low: Array, high: Array, targets: Array, level: float = 0.95) -> float:
-    """Score of a central interval: its width, and 2/alpha times how far it misses, with alpha = 1 - level.
-
-    Smaller is better, and the true quantiles have the smallest expectation.
-
-    Example:
-        >>> interval_score(torch.zeros(1), torch.ones(1), torch.tensor([1.5]), level=0.5)
-        3.0
-    """
-    check_level(level)
-    a, b, y = to_double(low, "low"), to_double(high, "high"), to_double(targets, "targets")
-    if not a.shape == b.shape == y.shape:
-        shapes = ", ".join(str(tuple(v.shape)) for v in (a, b, y))
-        raise ValueError(f"low, high, targets must have one shape, got {shapes}; nothing is broadcast: use squeeze")
-    if bool((b < a).any()):
-        raise ValueError("high must be at least low, got intervals that end before they begin; swap the arguments")
-    missed = (a - y).clamp_min(0) + (y - b).clamp_min(0)
-    return float((b - a + 2 / (1 - level) * missed).mean())
-
-
 def fit_noise(outputs: Array, targets: Array) -> float | Tensor:
     """Find the noise variance v that maximizes the likelihood of `targets`, for each output by itself.
 
