@@ -3,13 +3,14 @@
 import difflib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from bayesify.core.distributed import follow, part, rest
@@ -297,15 +298,19 @@ def _find_head(model: nn.Module, head: Any) -> nn.Module:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def mistakes(scope: Scope, *, spread: bool = True) -> dict[str, str]:
-    """Return the mistakes that a model shows, by kind, and what to do about them; `spread` is whether it matters."""
-    if (name := _not_finite(scope)) is not None:
+def mistakes(scope: Scope, *, spread: bool = True, known: Collection[str] = ()) -> dict[str, str]:
+    """Return the mistakes that a model shows, by kind, and what to do about them; `spread` is whether it matters.
+
+    Those that are `known` need not be among them.
+    """
+    if (name := not_finite(_tensors(scope))) is not None:
         text = "training diverged; lower the learning rate and train again from finite weights"
         return {"finite": f"the weights are not finite, {name!r} first: {text}"}
     found, posteriors = dict[str, str](), scope.posteriors
-    if spread and posteriors and all(p.untrained for p in posteriors):
+    causes = list(takewhile(bool, (p.untrained for p in posteriors))) if spread and "spread" not in known else []
+    if posteriors and len(causes) == len(posteriors):
         found["spread"] = (
-            f"the spread of the posterior was never trained: {posteriors[0].untrained}, so samples hardly differ from "
+            f"the spread of the posterior was never trained: {causes[0]}, so samples hardly differ from "
             "the mean, or say nothing about the data"
         )
     unpenalized = posteriors if scope.starts_at_prior and not scope.penalized else []
@@ -327,7 +332,7 @@ def mistakes(scope: Scope, *, spread: bool = True) -> dict[str, str]:
 def warn_of_mistakes(scopes: Sequence[Scope], *, spread: bool = True, stacklevel: int = 3) -> None:
     """Warn of the mistakes that models show, of each kind once per model."""
     for scope in scopes:
-        for kind, text in mistakes(scope, spread=spread).items():
+        for kind, text in mistakes(scope, spread=spread, known=scope.warned).items():
             if kind not in scope.warned:
                 scope.warned.add(kind)
                 warnings.warn(text, stacklevel=stacklevel)
@@ -358,12 +363,17 @@ def check_averaged(model: nn.Module) -> None:
                 )
 
 
-def _not_finite(scope: Scope) -> str | None:
-    """Return the plain name of the first parameter that is not finite."""
-    tensors = [(p.name, part(t)) for p in scope.posteriors for t in (p.original, *p.learnable())]
+def _tensors(scope: Scope) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a model has learned, by plain name."""
+    yield from ((p.name, t) for p in scope.posteriors for t in (p.original, *p.learnable()))
     others = () if scope.root is None else scope.root.named_parameters()
-    tensors += [(name, part(t)) for name, t in others if "parametrizations." not in name]
-    sums = [t.sum(dtype=wide(t)) for _, t in tensors]
-    if bool(torch.stack([s.to(sums[0]) for s in sums]).isfinite().all()):
+    yield from ((name, t) for name, t in others if "parametrizations." not in name)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that is not finite; where all are, a device is waited for once."""
+    parts = [(name, part(t)) for name, t in tensors if t.is_floating_point()]
+    sums = [t.sum(dtype=wide(t)) for _, t in parts]
+    if not sums or bool(torch.stack([s.to(sums[0]) for s in sums]).isfinite().all()):
         return None
-    return next((name for name, t in tensors if not bool(t.isfinite().all())), None)
+    return next((name for name, t in parts if not bool(t.isfinite().all())), None)

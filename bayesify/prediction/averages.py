@@ -40,26 +40,36 @@ class Tally(ABC, Generic[P]):
         self.sums: dict[int, Any] = {}
         self.kept: dict[int, list[Tensor]] = defaultdict(list)
 
+    def add(self, batch: int, output: Tensor, exact: GaussianLogits | None = None) -> None:
+        """Add the output of the next sample on one batch; or that of the mean, whose distribution is known exactly."""
+        value = self._checked(in_full(output))
+        self.sums[batch] = self._plus(self.sums.get(batch), value) if exact is None else self._exactly(value, exact)
+        if self.keep:
+            self.kept[batch].append(value)
+
+    def finish(self, num_samples: int, labels: Sequence[Any], *, closed_form: bool = False) -> P:
+        """Return the prediction for all batches."""
+        count = max(num_samples, 1)
+        each = [self._part(i, count, torch.stack(self.kept.pop(i)) if self.keep else None) for i in sorted(self.sums)]
+        found = concatenated(each)
+        joined = joined_labels(labels, len(found))
+        return replace(found, labels=joined, num_samples=num_samples, closed_form=closed_form)
+
+    def _checked(self, value: Tensor) -> Tensor:
+        """Return an output as it is kept."""
+        return value
+
     @abstractmethod
-    def add(self, batch: int, output: Tensor) -> None:
-        """Add the output of the next sample on one batch."""
+    def _plus(self, sums: Any, value: Tensor) -> Any:
+        """Return a batch's sums with one more sample; they are None before the first."""
+
+    @abstractmethod
+    def _exactly(self, value: Tensor, exact: GaussianLogits) -> Any:
+        """Return a batch's sums of a Gaussian distribution around the output."""
 
     @abstractmethod
     def _part(self, batch: int, count: int, kept: Tensor | None) -> P:
         """Return the prediction for one batch, given the kept outputs of all `count` samples."""
-
-    def finish(self, num_samples: int, labels: Sequence[Any], *, closed_form: bool = False) -> P:
-        """Return the prediction for all batches."""
-        parts, count = [], max(num_samples, 1)
-        for batch in sorted(self.sums):
-            parts.append(self._part(batch, count, torch.stack(self.kept.pop(batch)) if self.keep else None))
-        found = concatenated(parts)
-        joined = joined_labels(labels, len(found))
-        return replace(found, labels=joined, num_samples=num_samples, closed_form=closed_form)
-
-    def _keep(self, batch: int, output: Tensor) -> None:
-        if self.keep:
-            self.kept[batch].append(output)
 
 
 class ProbabilityTally(Tally[C]):
@@ -68,18 +78,18 @@ class ProbabilityTally(Tally[C]):
     kind: type[C]
 
     @abstractmethod
-    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits to keep, and the log-probabilities in float64."""
+    def _log_probs(self, value: Tensor) -> Tensor:
+        """Return the log-probabilities in float64."""
 
-    def add(self, batch: int, output: Tensor) -> None:
-        """Add the output of the next sample on one batch."""
-        logits, log_probs = self._read(output)
+    def _plus(self, sums: Any, value: Tensor) -> Any:
+        log_probs = self._log_probs(value)
         entropy = entropy_of(log_probs)
-        if batch in self.sums:
-            log_sum, entropies = self.sums[batch]
-            log_probs, entropy = torch.logaddexp(log_sum, log_probs), entropies + entropy
-        self.sums[batch] = log_probs, entropy
-        self._keep(batch, logits)
+        return (log_probs, entropy) if sums is None else (torch.logaddexp(sums[0], log_probs), sums[1] + entropy)
+
+    def _exactly(self, value: Tensor, exact: GaussianLogits) -> Any:
+        # Of the entropy the expected one is what is left without the information, which draws of the logits give.
+        log_probs, information = exact.log_probs(), exact.mutual_information().cpu().double()
+        return log_probs, (entropy_of(log_probs) - information).clamp_min(0)
 
     def _part(self, batch: int, count: int, kept: Tensor | None) -> C:
         log_sum, entropies = self.sums[batch]
@@ -92,41 +102,24 @@ class ClassificationTally(ProbabilityTally[Predictive]):
     kind = Predictive
     classes: int | None = None  # the dimension of the classes; None is that of `classes_last`
 
-    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        logits = in_full(self._classes_last(output))
-        if not self.sums:
-            _warn_of_probabilities(logits)
-        return logits, F.log_softmax(logits.double(), -1)
-
-    def _classes_last(self, output: Tensor) -> Tensor:
-        if output.dim() < 2 or (output.dim() == 2 and output.shape[1] < 2):
+    def _checked(self, value: Tensor) -> Tensor:
+        if value.dim() < 2 or (value.dim() == 2 and value.shape[1] < 2):
             raise ValueError(
-                f"classification needs at least two logits per example, got outputs of shape {tuple(output.shape)}; "
+                f"classification needs at least two logits per example, got outputs of shape {tuple(value.shape)}; "
                 "give a single example as a batch, x.unsqueeze(0), and a binary model two outputs, or use "
                 "task='multilabel' for a yes or no, 'regression' for a number"
             )
-        return classes_last(output) if self.classes is None else output.movedim(self.classes, -1)
+        return classes_last(value) if self.classes is None else value.movedim(self.classes, -1)
 
-    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
-        """Add one batch whose logits have a Gaussian distribution around a model's output.
-
-        The expected entropy is what is left of the entropy without the mutual information, which comes from draws of
-        the logits alone.
-        """
-        self._classes_last(output)
-        log_probs, information = logits.log_probs(), logits.mutual_information().cpu().double()
-        self.sums[batch] = log_probs, (entropy_of(log_probs) - information).clamp_min(0)
-        self._keep(batch, in_full(output))
-
-
-def _warn_of_probabilities(logits: Tensor) -> None:
-    """Warn where the first batch is made of rows that sum to one: a model that ends with softmax."""
-    if logits.numel() and bool((logits >= 0).all()) and bool(((logits.sum(-1) - 1).abs() < 1e-4).all()):
-        warnings.warn(
-            "the model's outputs look like probabilities, rows from 0 to 1 that sum to one, and softmax is applied to "
-            "them once more; let the model return logits",
-            stacklevel=2,
-        )
+    def _log_probs(self, value: Tensor) -> Tensor:
+        first = not self.sums and value.numel() and bool((value >= 0).all())
+        if first and bool(((value.sum(-1) - 1).abs() < 1e-4).all()):
+            warnings.warn(
+                "the model's outputs look like probabilities, rows from 0 to 1 that sum to one, and softmax is applied "
+                "to them once more; let the model return logits",
+                stacklevel=2,
+            )
+        return F.log_softmax(value.double(), -1)
 
 
 class MultilabelTally(ProbabilityTally[MultilabelPredictive]):
@@ -134,32 +127,25 @@ class MultilabelTally(ProbabilityTally[MultilabelPredictive]):
 
     kind = MultilabelPredictive
 
-    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        logits = in_full(output)
-        return logits, F.logsigmoid(torch.stack([-logits, logits], -1).double())
+    def _log_probs(self, value: Tensor) -> Tensor:
+        return F.logsigmoid(torch.stack([-value, value], -1).double())
 
 
 class RegressionTally(Tally[RegressionPredictive]):
     """Mean and spread of a regression model's outputs, by Welford's recurrence."""
 
-    def add(self, batch: int, output: Tensor) -> None:
-        """Add the output of the next sample on one batch."""
-        output = in_full(output)
-        value = self._values(output)
-        count, mean, squares = self.sums.get(batch, (0, torch.zeros_like(value), torch.zeros_like(value)))
+    def _plus(self, sums: Any, value: Tensor) -> Any:
+        value = self._values(value)
+        count, mean, squares = sums or (0, torch.zeros_like(value), torch.zeros_like(value))
         delta = value - mean
         mean = mean + delta / (count + 1)
-        self.sums[batch] = count + 1, mean, squares + delta * (value - mean)
-        self._keep(batch, output)
+        return count + 1, mean, squares + delta * (value - mean)
 
-    def _values(self, output: Tensor) -> Tensor:
-        return output.double()
+    def _exactly(self, value: Tensor, exact: GaussianLogits) -> Any:
+        return 1, value.double(), in_full(exact.variance()).double()
 
-    def add_gaussian(self, batch: int, logits: GaussianLogits, output: Tensor) -> None:
-        """Add one batch whose outputs have a Gaussian distribution around the model's."""
-        mean = in_full(output)
-        self.sums[batch] = 1, mean.double(), in_full(logits.variance()).double()
-        self._keep(batch, mean)
+    def _values(self, value: Tensor) -> Tensor:
+        return value.double()
 
     def _part(self, batch: int, count: int, kept: Tensor | None) -> RegressionPredictive:
         _, mean, squares = self.sums[batch]
@@ -169,8 +155,8 @@ class RegressionTally(Tally[RegressionPredictive]):
 class HeteroscedasticTally(RegressionTally):
     """The same for outputs that are means and log variances, in halves of the last dimension."""
 
-    def _values(self, output: Tensor) -> Tensor:
-        mean, log_var = mean_and_log_var(output)
+    def _values(self, value: Tensor) -> Tensor:
+        mean, log_var = mean_and_log_var(value)
         return torch.cat([mean.double(), log_var.double().exp()], -1)
 
     def _part(self, batch: int, count: int, kept: Tensor | None) -> RegressionPredictive:
@@ -181,7 +167,7 @@ class HeteroscedasticTally(RegressionTally):
         return RegressionPredictive(mean, both.epistemic.chunk(2, -1)[0], noise_var.sqrt(), outputs, noise)
 
 
-TALLIES: dict[str, type[ClassificationTally] | type[RegressionTally] | type[MultilabelTally]] = {
+TALLIES: dict[str, type[Tally[Any]]] = {
     "classification": ClassificationTally,
     "tokens": ClassificationTally,
     "regression": RegressionTally,
@@ -220,22 +206,17 @@ def mixed(parts: Sequence[AnyPredictive]) -> AnyPredictive:
         return _mixed_regressions(regressions)
     found = [p for p in parts if not isinstance(p, RegressionPredictive)]
     log_probs, expected_entropy = averaged([p.log_probs for p in found], [p.expected_entropy for p in found])
+    counts = [max(p.num_samples, 1) for p in found]
+    weights = [torch.full((count,), 1 / (len(counts) * count), dtype=torch.float64) for count in counts]
     return replace(
         found[0],
         log_probs=log_probs,
         expected_entropy=expected_entropy,
         logits=_in_turn([p.logits for p in found]),
-        weights=_weights([max(p.num_samples, 1) for p in found]),
+        weights=None if len(set(counts)) == 1 else _in_turn(weights),
         num_samples=sum(p.num_samples for p in found),
         closed_form=any(p.closed_form for p in found),
     )
-
-
-def _weights(counts: Sequence[int]) -> Tensor | None:
-    """Return the weight 1/(M S_m) of every row that `_in_turn` joins; None where all are equal."""
-    if len(set(counts)) == 1:
-        return None
-    return _in_turn([torch.full((count,), 1 / (len(counts) * count), dtype=torch.float64) for count in counts])
 
 
 def _mixed_regressions(parts: Sequence[RegressionPredictive]) -> RegressionPredictive:

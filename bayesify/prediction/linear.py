@@ -55,8 +55,8 @@ class Linearized:
             read = {name: attrgetter(name)(self.model) for name in self.mean}  # as a forward does
             return {name: read[name].detach().to(mean) - mean for name, mean in self.mean.items()}
 
-    def outputs(self, inputs: Any, target: Any, directions: Sequence[Thetas]) -> list[Tensor]:
-        """Return the logits f(x, m) + J(x) d for every direction d.
+    def outputs(self, inputs: Any, target: Any, directions: Sequence[Thetas]) -> Tensor:
+        """Return the logits f(x, m) + J(x) d for every direction d, (directions, N, ...).
 
         Raises:
             ValueError: The model cannot be differentiated in any way.
@@ -66,7 +66,7 @@ class Linearized:
             try:
                 with _differentiable(self.plain):
                     output, slopes = self.ways[0](inputs, target, stacked)
-                return [output + slope for slope in slopes]
+                return output + slopes
             except Exception as error:
                 if len(self.ways) == 1:
                     raise ValueError(

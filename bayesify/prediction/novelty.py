@@ -304,7 +304,7 @@ class Watch:
         """Note the calls of the layer in a forward at the mean, where it is what features are read from."""
         return self.reader.tapped(model) if self.novelty.at == "mean" else nullcontext([])
 
-    def take(self, number: int, calls: list[Call], inputs: Any, output: Any) -> None:
+    def take(self, number: int, inputs: Any, output: Any, calls: list[Call]) -> None:
         """Take what a forward at the mean gave for a batch."""
         if self.novelty.at == "mean":
             self.features[number] = self.reader.read(calls, inputs)

@@ -4,12 +4,13 @@ Samples are the outer loop, so that n draws cost n draws. Batches are where the 
 order each time, and where a part of the model has no posterior: that part is then computed once per batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from typing import Any, Literal, TypedDict, Unpack, overload
+from itertools import chain, groupby, islice
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from bayesify.core.penalty import noise_in
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
-from bayesify.core.scopes import check_averaged, check_module, plain_name, scopes_of, warn_of_mistakes
-from bayesify.prediction.averages import TALLIES, AnyPredictive, ClassificationTally, RegressionTally, gathered, mixed
+from bayesify.core.scopes import check_averaged, check_module, not_finite, plain_name, scopes_of, warn_of_mistakes
+from bayesify.prediction.averages import TALLIES, AnyPredictive, ClassificationTally, gathered, mixed
 from bayesify.prediction.batches import (
     LabelPlaces,
     Readings,
@@ -40,17 +41,16 @@ from bayesify.prediction.batches import (
     split_batch,
     to_device,
 )
-from bayesify.prediction.last_layer import Call, NotLastError, passed
-from bayesify.prediction.linear import Exactly, Linearized, member_of
+from bayesify.prediction.gaussian import GaussianLogits
+from bayesify.prediction.last_layer import NotLastError, passed
+from bayesify.prediction.linear import Linearized, member_of
 from bayesify.prediction.novelty import Watch
-from bayesify.prediction.predictive import MultilabelPredictive, Predictive
+from bayesify.prediction.predictive import MultilabelPredictive, Predictive, in_full
 from bayesify.prediction.regression import RegressionPredictive, noise_of
 from bayesify.prediction.view import Memory, own_statistics, reusing, same_place, views, warn_where_stale
 
 THETAS = 1 << 30  # bytes of all samples' weights in memory
 MOST = 5  # samples of a mixture's member by default
-EMPTY = "the data has no batches; pass a non-empty loader or tensor"
-
 
 Classes = Literal["classification", "tokens"]
 Values = Literal["regression", "heteroscedastic"]
@@ -171,6 +171,16 @@ def predict(
     return found if places is None else gathered(found, places)
 
 
+class Turn(NamedTuple):
+    """What a batch gave."""
+
+    batch: int
+    outputs: Tensor  # of the samples that ran it one after the other, (samples, N, ...)
+    target: Any
+    exact: GaussianLogits | None = None  # the distribution around the one output, the mean's
+    classes_last: bool = True  # of three dimensions; otherwise the labels tell
+
+
 @dataclass(frozen=True)
 class Run:
     """One call of `predict`; the members of a mixture go by their numbers, a model alone is number 0."""
@@ -194,23 +204,93 @@ class Run:
 
     def over(self, batches: Iterable[Any], samples: int | None, seed: int | None) -> AnyPredictive:
         """Average over the members: each in closed form where it has one, else by its share of the samples."""
-        members, exact = len(self.members), dict[int, AnyPredictive]()
+        members, parts = len(self.members), dict[int, AnyPredictive]()
         for number in range(members) if samples is None else ():
             closed, batches = self.in_closed_form(number, batches)
             if closed is not None:
-                exact[number] = closed
-        counts = [0 if n in exact else share(own, n, members, samples) for n, own in enumerate(self.members)]
+                parts[number] = closed
+        counts = [0 if n in parts else share(own, n, members, samples) for n, own in enumerate(self.members)]
         if any(counts) and not self.seeds:
             self.seeds.extend(draw_seeds(members * max(counts), seed))
-        parts = [
-            exact[n] if n in exact else self.sampled(n, batches, self.seeds[n::members][:count])
-            for n, count in enumerate(counts)
-            if n in exact or count or members == 1
-        ]
+        for n, count in enumerate(counts):
+            if n not in parts and (count or members == 1):
+                seeds = self.seeds[n::members][:count]
+                way = self.linearly if seeds and self.reads_linearly(n) else self.by_samples
+                parts[n] = self.averaged(n, way(n, batches, seeds), count)
         names = dict.fromkeys(scope.method.name for own in self.members for scope in own)
-        found = replace(mixed(parts), method=f"mixture of {members}: " * (members > 1) + ", ".join(names))
-        _check_finite(self.model, found)
+        found = mixed([part for _, part in sorted(parts.items())])
+        found = replace(found, method=f"mixture of {members}: " * (members > 1) + ", ".join(names))
+        average = found.mean if isinstance(found, RegressionPredictive) else found.log_probs
+        tensors = chain(self.model.named_parameters(), self.model.named_buffers())
+        if bool(average.isnan().any()) and (name := not_finite(tensors)) is not None:
+            raise ValueError(
+                f"the predictions are NaN: {plain_name(name)!r} is the first parameter that is not finite; the "
+                "training diverged, so train again with a lower learning rate"
+            )
         return found if self.watch is None else self.watch.judged(found, batches if rereadable(batches) else ())
+
+    def averaged(self, number: int, turns: Generator[Turn], samples: int) -> AnyPredictive:
+        """Average a member's outputs; a regression has the noise that was learned or found by a fit."""
+        tally, labels, exact = TALLIES[self.task](keep=self.keep), dict[int, Any](), False
+        try:
+            for turn in turns:
+                outputs, exact = in_full(turn.outputs), turn.exact is not None  # one wait for all that it holds
+                if isinstance(tally, ClassificationTally) and tally.classes is None:
+                    tally.classes = classes_at(outputs[0], turn.target, last=turn.classes_last)
+                for output in outputs:
+                    tally.add(turn.batch, output, turn.exact)
+                labels.setdefault(turn.batch, turn.target)
+        except NotLastError as error:
+            if labels:
+                raise ValueError(f"{error}, not for all batches; give samples=, a number of samples") from None
+            raise
+        finally:
+            turns.close()
+        if not labels:
+            raise ValueError("the data has no batches; pass a non-empty loader or tensor")
+        found: AnyPredictive = tally.finish(samples, list(labels.values()), closed_form=exact)
+        if not isinstance(found, RegressionPredictive) or self.task != "regression":
+            return found
+        noise = noise_of(member_of(self.model, number), self.members[number])
+        return found if noise is None else found.with_noise(noise)
+
+    def by_samples(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> Generator[Turn]:
+        """Yield the outputs of the draws of these seeds; without any, those of the mean."""
+        alone, device, places = len(self.members) == 1, device_of(self.model), LabelPlaces(self.model)
+        draws = [Draw(seed, pinned=True, keep=True) for seed in seeds]
+        modes = [Mode(draw=draw, member=i if alone else number) for i, draw in enumerate(draws)] or [MEAN]
+        several = self.refresh is None and len(modes) > 1 and _thetas_fit(self.model, len(modes))
+        with (
+            views(self.model, len(modes)) as own,
+            reusing(self.model, own) if several else nullcontext() as memory,
+            ExitStack() as statistics,
+        ):
+            turns = self.shown(_turns(batches, modes, memory), batches, len(modes))
+            for i, together in groupby(turns, itemgetter(1)):
+                outputs, target, last = list[Tensor](), None, self.task == "tokens"
+                for sample, _, batch in together:
+                    (inputs, target), mode, one = split_batch(batch), modes[sample], own[sample]
+                    if self.refresh is not None and i == 0:  # the next sample; the last one has seen all the data
+                        statistics.close()
+                        statistics.enter_context(own_statistics(one, self.refresh, self.scopes, mode))
+                    with override(self.scopes, mode):
+                        with self.watched(one, number, mode) as take:
+                            output = call_model(one, to_device(inputs, device), to_device(target, device))
+                        target = places(batch, output)
+                    take(i, inputs, output)
+                    outputs.append(logits_of(output).clone())  # a compiled model may write to it again
+                    last = last or not isinstance(output, Tensor)
+                yield Turn(i, torch.stack(outputs), target, classes_last=last)
+
+    def linearly(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> Generator[Turn]:
+        """Yield the linear model's outputs for the draws of these seeds, in one reading of the data."""
+        reader, device = Linearized(member_of(self.model, number), self.members[number]), device_of(self.model)
+        directions = [reader.directions(Mode(draw=Draw(s, pinned=True), member=number)) for s in seeds]
+        places = LabelPlaces(reader.plain)
+        with torch.no_grad():
+            for i, batch in enumerate(self.shown(batches, batches)):
+                outputs = reader.outputs(*split_batch(to_device(batch, device)), directions)
+                yield Turn(i, outputs, places(batch, outputs[0]))
 
     def reads_linearly(self, number: int) -> bool:
         """Return whether a member is read linearly: as asked, or in a regression where the method says so."""
@@ -220,124 +300,59 @@ class Run:
         wanted = self.task == "regression" and all(scope.method.linear for scope in scopes)
         return wanted if self.linear is None else self.linear
 
-    def linearly(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> AnyPredictive:
-        """Average over the linear model's outputs for the draws of these seeds, in one reading of the data."""
-        reader, device = Linearized(member_of(self.model, number), self.members[number]), device_of(self.model)
-        directions = [reader.directions(Mode(draw=Draw(s, pinned=True), member=number)) for s in seeds]
-        tally, labels, places = TALLIES[self.task](keep=self.keep), list[Any](), LabelPlaces(reader.plain)
-        with torch.no_grad(), self.bar(batches) as bar:
-            for i, batch in enumerate(batches):
-                outputs = reader.outputs(*split_batch(to_device(batch, device)), directions)
-                for output in outputs:
-                    tally.add(i, output)
-                labels.append(places(batch, outputs[0]))
-                bar.update()
-        return self.finished(number, tally, labels, len(seeds))
-
-    def sampled(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> AnyPredictive:
-        """Average over the draws of these seeds; without any, use the mean."""
-        if seeds and self.reads_linearly(number):
-            return self.linearly(number, batches, seeds)
-        alone, device = len(self.members) == 1, device_of(self.model)
-        draws = [Draw(seed, pinned=True, keep=True) for seed in seeds]
-        modes = [Mode(draw=draw, member=i if alone else number) for i, draw in enumerate(draws)] or [MEAN]
-        several = self.refresh is None and len(modes) > 1 and _thetas_fit(self.model, len(modes))
-        tally, labels, places = TALLIES[self.task](keep=self.keep), dict[int, Any](), LabelPlaces(self.model)
-        with (
-            views(self.model, len(modes)) as own,
-            reusing(self.model, own) if several else nullcontext() as memory,
-            self.bar(batches, len(modes)) as bar,
-            ExitStack() as statistics,
-        ):
-            for sample, i, batch in _turns(batches, modes, memory):
-                (inputs, target), mode, one = split_batch(batch), modes[sample], own[sample]
-                if self.refresh is not None and i == 0:  # the next sample; the last one has seen all the data
-                    statistics.close()
-                    statistics.enter_context(own_statistics(one, self.refresh, self.scopes, mode))
-                with override(self.scopes, mode):
-                    with self.watched(one, number, mode) as calls:
-                        output = call_model(one, to_device(inputs, device), to_device(target, device))
-                    if i not in labels:
-                        labels[i] = places(batch, output)
-                if calls is not None and self.watch is not None:
-                    self.watch.take(i, calls, inputs, output)
-                logits = logits_of(output)
-                if isinstance(tally, ClassificationTally) and tally.classes is None:
-                    last = self.task == "tokens" or not isinstance(output, Tensor)
-                    tally.classes = classes_at(logits, labels[i], last=last)
-                tally.add(i, logits)
-                bar.update()
-        return self.finished(number, tally, list(labels.values()), len(seeds))
-
     def in_closed_form(self, number: int, batches: Iterable[Any]) -> tuple[AnyPredictive | None, Iterable[Any]]:
-        """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning.
-
-        Each way yields outputs in mean mode, their distributions and the labels, or raises a NotLastError.
-        """
-        scopes, kind = self.members[number], TALLIES[self.task]
-        ways: list[Callable[[nn.Module, Iterable[Any]], Iterator[Exactly]]] = []
+        """Predict in one pass; where that cannot be, return None and data that can still be read from its beginning."""
+        scopes, ways = self.members[number], list[Callable[[Iterable[Any]], Generator[Turn]]]()
         form = scopes[0].method.closed_form(scopes[0]) if len(scopes) == 1 else None
-        if form is not None and kind in (ClassificationTally, RegressionTally):
+        if form is not None and self.task in ("classification", "tokens", "regression"):
             ways.append(partial(self.by_last_layer, number, form))
-        if self.reads_linearly(number) and kind is RegressionTally:
-            ways.append(lambda _, batches: Linearized(member_of(self.model, number), scopes).gaussians(batches))
+        if self.task == "regression" and self.reads_linearly(number):
+            ways.append(partial(self.by_jacobian, number))
         for scope in self.scopes if ways else ():
             scope.method.check_ready(scope.posteriors)
         for way in ways:
-            tally, source, labels = kind(keep=self.keep), iter(batches), list[Any]()
-            assert isinstance(tally, (ClassificationTally, RegressionTally))
-            first = next(source, None)
-            if first is None:
-                raise ValueError(EMPTY)
+            source = iter(batches)
+            start = list(islice(source, 1))
             try:
-                with (
-                    views(self.model) as (own,),
-                    own_statistics(own, self.refresh, self.scopes, MEAN._replace(member=number)),
-                    self.bar(batches) as bar,
-                ):
-                    for i, (output, logits, target) in enumerate(way(own, chain([first], source))):
-                        tally.add_gaussian(i, logits, output)
-                        labels.append(target)
-                        bar.update()
-                return self.finished(number, tally, labels, 0, closed_form=True), batches
-            except NotLastError as error:
-                if labels:
-                    raise ValueError(f"{error}, not for all batches; give samples=, a number of samples") from None
-                batches = chain([first], source) if source is batches else batches
+                return self.averaged(number, way(self.shown(chain(start, source), batches)), 0), batches
+            except NotLastError:
+                batches = chain(start, source) if source is batches else batches
         return None, batches
 
-    def by_last_layer(self, number: int, form: Any, own: nn.Module, batches: Iterable[Any]) -> Iterator[Exactly]:
-        """Yield outputs, distributions and labels where the last layer alone has a spread."""
-        head, mode = same_place(self.model, form.head, own), MEAN._replace(member=number)
-        with self.watched(own, number, MEAN) as calls:
-            for i, one in enumerate(passed(own, self.scopes, head, batches, mode)):
-                if calls is not None and self.watch is not None:
-                    self.watch.take(i, calls, one.inputs, one.output)
-                yield one.output, form.logits(one.features, one.output), one.target
+    def by_last_layer(self, number: int, form: Any, batches: Iterable[Any]) -> Generator[Turn]:
+        """Yield outputs and distributions where the last layer alone has a spread."""
+        mode = MEAN._replace(member=number)
+        with views(self.model) as (own,), own_statistics(own, self.refresh, self.scopes, mode):
+            head = same_place(self.model, form.head, own)
+            with self.watched(own, number, MEAN) as take:
+                for i, one in enumerate(passed(own, self.scopes, head, batches, mode)):
+                    take(i, one.inputs, one.output)
+                    yield Turn(i, one.output.unsqueeze(0), one.target, form.logits(one.features, one.output))
 
-    def watched(self, model: nn.Module, number: int, mode: Mode) -> AbstractContextManager[list[Call] | None]:
-        """Note what novelty is read from, where a forward is one at the mean; else return None."""
+    def by_jacobian(self, number: int, batches: Iterable[Any]) -> Generator[Turn]:
+        """Yield outputs and distributions of the model that is linear in its weights."""
+        with torch.no_grad():
+            reader = Linearized(member_of(self.model, number), self.members[number])
+            for i, (output, exact, target) in enumerate(reader.gaussians(batches)):
+                yield Turn(i, output.unsqueeze(0), target, exact)
+
+    @contextmanager
+    def watched(self, model: nn.Module, number: int, mode: Mode) -> Iterator[Callable[[int, Any, Any], None]]:
+        """Yield what takes a batch's number, inputs and output: for novelty, where a forward is one at the mean."""
         if self.watch is None or mode is not MEAN or number or self.refresh is not None:
-            return nullcontext()
-        return self.watch.noting(model)
+            yield lambda *ignored: None
+        else:
+            with self.watch.noting(model) as calls:
+                yield partial(self.watch.take, calls=calls)
 
-    def bar(self, batches: Iterable[Any], samples: int = 1) -> Any:
-        """Return a progress bar over all the forwards."""
+    def shown(self, turns: Iterable[Any], batches: Iterable[Any], samples: int = 1) -> Iterable[Any]:
+        """Show the progress of all forwards."""
         try:
             total = len(batches) * samples  # type: ignore[arg-type]
         except TypeError:  # unknown
             total = None
-        return tqdm(total=total, desc="predict", unit="batch", disable=not self.progress)
-
-    def finished(self, number: int, tally: Any, labels: Sequence[Any], samples: int, **how: bool) -> AnyPredictive:
-        """Return a member's prediction; that of a regression with the noise that was learned or found by a fit."""
-        if not labels:
-            raise ValueError(EMPTY)
-        found: AnyPredictive = tally.finish(samples, labels, **how)
-        if not isinstance(found, RegressionPredictive) or self.task != "regression":
-            return found
-        noise = noise_of(member_of(self.model, number), self.members[number])
-        return found if noise is None else found.with_noise(noise)
+        bar: Iterable[Any] = tqdm(turns, total=total, desc="predict", unit="batch", disable=not self.progress)
+        return bar
 
 
 def share(scopes: Sequence[Scope], number: int, members: int, samples: int | None) -> int:
@@ -362,19 +377,6 @@ def is_plain(model: nn.Module) -> bool:
     return not any(isinstance(module, Posterior) for module in model.modules())
 
 
-def _check_finite(model: nn.Module, found: AnyPredictive) -> None:
-    """Raise where a prediction is NaN because a weight is not finite, and name the first."""
-    if not bool((found.mean if isinstance(found, RegressionPredictive) else found.log_probs).isnan().any()):
-        return
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point())
-    for name, tensor in chain(model.named_parameters(), buffers):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"the predictions are NaN: {plain_name(name)!r} is the first parameter that is not finite; the "
-                "training diverged, so train again with a lower learning rate"
-            )
-
-
 def _thetas_fit(model: nn.Module, count: int) -> bool:
     """Return whether the thetas of all samples may be in memory at once: they take a GiB, or what the model takes."""
     size = sum(m.original.nbytes for m in model.modules() if isinstance(m, Posterior) and m.moves)
@@ -388,13 +390,11 @@ def _turns(batches: Iterable[Any], modes: Sequence[Mode], memory: Memory | None)
     """
     if memory is None and rereadable(batches):
         for sample, mode in enumerate(modes):
-            for i, batch in enumerate(batches):
-                yield sample, i, batch
+            yield from ((sample, i, batch) for i, batch in enumerate(batches))
             if mode.draw is not None:
                 mode.draw.forget()
-    else:
-        for i, batch in enumerate(batches):
-            if memory is not None:
-                memory.forget()
-            for sample in range(len(modes)):
-                yield sample, i, batch
+        return
+    for i, batch in enumerate(batches):
+        if memory is not None:
+            memory.forget()
+        yield from ((sample, i, batch) for sample in range(len(modes)))

@@ -233,7 +233,7 @@ MUTANTS = [
     *of(
         "prediction/linear.py",
         "test_linear.py",
-        ("the slope alone", "output + slope for slope", "slope for slope", "brute or any_posterior"),
+        ("the slope alone", "return output + slopes", "return slopes", "brute or any_posterior"),
         (
             "bias and weight have noises of their own",
             "whole[noise] + pulled if noise in whole else pulled",
