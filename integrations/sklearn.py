@@ -55,12 +55,13 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
     """What classification and regression share: the network, its training, and how it is pickled."""
 
     _task: str
+    _hidden: tuple[int, ...]
 
     def __init__(
         self,
         method: str | Method = "la",
         *,
-        hidden: Sequence[int] = (50, 50),
+        hidden: Sequence[int] | None = None,
         module: Build | None = None,
         options: Mapping[str, Any] | None = None,
         steps: int | None = None,
@@ -129,7 +130,7 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
         """Build the network, untrained."""
         if self.module is not None:
             return self.module(self.n_features_in_, self.outputs_).double()
-        sizes = [self.n_features_in_, *self.hidden]
+        sizes = [self.n_features_in_, *(self._hidden if self.hidden is None else self.hidden)]
         layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
         return nn.Sequential(*layers, nn.Linear(sizes[-1], self.outputs_)).double()
 
@@ -229,7 +230,7 @@ class BayesClassifier(ClassifierMixin, _BayesEstimator):  # type: ignore[misc]
 
     Args:
         method: A method of bayesify, by name or as an object.
-        hidden: The sizes of the hidden layers.
+        hidden: The sizes of the hidden layers; None is (50,) for a classifier and (50, 50) for a regressor.
         module: Builds another network, from the numbers of features and of classes; a function that can be pickled.
         options: What `bayesify` gets beside the method, such as {"prior_sig": 0.3}.
         steps: How many minibatches are trained on; None is 500, and in a regression as many as predict a held-out
@@ -251,6 +252,7 @@ class BayesClassifier(ClassifierMixin, _BayesEstimator):  # type: ignore[misc]
     """
 
     _task = "classification"
+    _hidden = (50,)
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on the rows of X and their labels.
@@ -297,7 +299,7 @@ class BayesRegressor(RegressorMixin, _BayesEstimator):  # type: ignore[misc]
 
     Args:
         method: A method of bayesify, by name or as an object.
-        hidden: The sizes of the hidden layers.
+        hidden: The sizes of the hidden layers; None is (50,) for a classifier and (50, 50) for a regressor.
         module: Builds another network, from the numbers of features and of targets; a function that can be pickled.
         options: What `bayesify` gets beside the method, such as {"prior_sig": 0.3}.
         steps: How many minibatches are trained on; None is 500, and in a regression as many as predict a held-out
@@ -322,6 +324,7 @@ class BayesRegressor(RegressorMixin, _BayesEstimator):  # type: ignore[misc]
     """
 
     _task = "regression"
+    _hidden = (50, 50)
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on the rows of X and their targets.

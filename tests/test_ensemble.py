@@ -125,12 +125,12 @@ def test_no_cycle_starts_at_zero():
     begin(prior_mean={"2.*": "zero"})  # the head starts anew
 
 
-def test_by_default_cycles_start_from_the_first_member_at_four_times_the_rate():
+def test_by_default_cycles_start_from_the_first_member_at_twice_the_rate():
     model = bayesify(net(), "ensemble")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cycles = Cycles(optimizer, model, steps=40)
     assert (cycles.ends, cycles.stages.restart) == ([20, 30, 40], "first")
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.4)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
     assert Cycles(optimizer, model, steps=40, fresh="0.*").stages.restart == "prior"
 
 

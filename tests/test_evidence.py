@@ -63,7 +63,7 @@ def test_from_data_to_page(short, capsys):
     text = (short / "evidence.md").read_text()
     assert text == page.page(found)
     assert all(f"| {page.words(row)} |" in text for row in rows)
-    assert "\n## digits\n" in text and (short / "results" / "digits.svg").read_text().startswith("<?xml")
+    assert "\n### digits\n" in text and (short / "results" / "digits.svg").read_text().startswith("<?xml")
     capsys.readouterr()
     run("--seeds", "0", "1", "--list")
     assert "0 runs are left" in capsys.readouterr().out

@@ -108,10 +108,7 @@ def test_from_data_to_table_and_on(small, capsys):
         run("--tune", "--tasks", "trec")
         kept = settings.read(small / "results" / "settings.json")
         assert kept["chosen"]["plain"] in grids["plain"] and set(kept["validation_nll"]) == {"plain", "vi"}
-        assert settings.setting_of("ensemble5", small / "results" / "settings.json") == {
-            **kept["chosen"]["plain"],
-            "epochs": 1.0,
-        }
+        assert settings.setting_of("ensemble5", small / "results" / "settings.json") == kept["chosen"]["plain"]
         run("--tasks", "trec", "--seeds", "0")
         run("--tasks", "trec", "--seeds", "1", "--rows", "plain", "vi")
     found = {path.stem for path in (small / "results" / "trec").glob("*.json")}

@@ -25,12 +25,12 @@ def test_a_report_says_how_many_are_flagged(tmp_path):
     found, ood = predict(model(), [(X, Y)]), predict(model(), FAR)
     page = plots.report(found, tmp_path / "r.html", ood=ood).read_text()
     assert ">Novelty<" in page
-    assert f"An alarm at a false-alarm rate of 0.05 flags {found.alarm().double().mean():.1%} of the in-dist" in page
+    assert f"The alarm for 5.0% false alarms flags {found.alarm().double().mean():.1%} of the in-dist" in page
     torch.manual_seed(0)
     line = fit_novelty(nn.Linear(3, 1), X[:100], held_out=X[100:])
     out = predict(line, X, task="regression")
     page = plots.report(out, tmp_path / "r.html").read_text()
-    assert f"rate of 0.05 flags {out.alarm().double().mean():.1%} of the examples" in page
+    assert f"for 5.0% false alarms flags {out.alarm().double().mean():.1%} of the examples" in page
 
 
 def test_what_is_strange_and_uncertain_is_labelled_first():

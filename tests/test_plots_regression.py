@@ -25,7 +25,7 @@ def test_the_band_has_data_mean_and_two_shades(out):
     x, prediction = out
     (ax,) = plots.regression_band(x, prediction, data=(x, prediction.labels), title="toy").axes
     assert len(ax.collections) == 2 and len(ax.lines) == 2
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["95%", "Doubt", "Mean", "Data"]
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["95%", "Epistemic", "Mean", "Data"]
     line = ax.lines[0].get_xdata()
     assert (line[1:] > line[:-1]).all()
     low, high = prediction.interval(0.95)

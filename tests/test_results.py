@@ -35,15 +35,17 @@ def by_hand(page):
 
 FIGURE = re.compile(r"\d+\.\d+|\d+ ?%|\d+ times|±")
 CHOSEN = {  # figures that nobody measured: versions, settings, definitions
-    "CHANGELOG": {"0.1"},
+    "CHANGELOG": {"0.1", "0.2"},
     "CONTRIBUTING": {"2.13", "2.15", "2.6", "2.7", "3.11", "3.12", "3.13", "3.14"},
     "README": {"2.0", "2.13", "3.11", "5 %"},
     "abstaining": {"95 %", "0.5"},
     "already_trained": {"0.1", "0.02"},  # the latter is asserted in test_laplace_last_layer
+    "comparison": {"0.1", "0.21", "0.4"},  # of versions
     "gotchas": {"0.69"},  # softplus(0)
     "huggingface": {"4.50"},
     "install": {"2.13", "2.15", "3.11"},
-    "lora": {"90 %"},
+    "lora": {"90 %", "0.1"},
+    "regression": {"0.1", "95 %"},
     "scales": {"0.001", "0.05", "0.1"},
     "scaling": {"2.13", "2.15"},
     "which_method": {"0.05", "0.5", "0.9"},  # rates

@@ -126,9 +126,9 @@ def test_units_do_not_matter():
 
 def test_copies_of_a_target_are_predicted_alike_and_outputs_have_their_own_noise():
     x, y = waves()
-    copies = BayesRegressor(steps=60, random_state=0).fit(x, np.stack([y] * 10, 1))
+    copies = BayesRegressor(steps=500, random_state=0).fit(x, np.stack([y] * 10, 1))
     out = copies.predictive(x)
-    alone = BayesRegressor(steps=60, random_state=0).fit(x, y).predictive(x)
+    alone = BayesRegressor(steps=500, random_state=0).fit(x, y).predictive(x)
     assert abs(float((out.epistemic.mean() / alone.epistemic.mean()).log())) < 0.3
     rough = np.random.RandomState(1).randn(80)
     both = BayesRegressor(steps=300, lr=0.03, random_state=0).fit(x, np.stack([y, rough], 1))

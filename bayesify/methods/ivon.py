@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, over_processes, part, part_of
 from bayesify.core.draws import Draw
-from bayesify.core.method import Tempered
+from bayesify.core.method import Tempered, gaussian
 from bayesify.core.penalty import pull_of
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Energy, Factor, Part, Prior, has_moved, host, scaled, squares, state_dtype
@@ -111,7 +111,8 @@ class IVONPosterior(Posterior):
 
     def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return m + s eps; its gradient passes to the mean as it is."""
-        return draw, (mean, *self._known())
+        known = self._known()
+        return (draw, (mean, *known)) if isinstance(known[0], Tensor) else (gaussian, (mean, self.init_sig))
 
     def terms(self, mean: Tensor, scale: float) -> Energy:
         """Return KL(N(m, s^2) || N(theta0, sigma^2)), without a gradient: the optimizer's step has the prior.

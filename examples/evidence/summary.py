@@ -172,5 +172,6 @@ def draw(path, tables):
             ax.spines[["top", "right"]].set_visible(False)
         left.text(0.03, 0.03, "better: below 0", transform=left.transAxes, color="0.4")
         right.text(0.03, 0.95, "better: above 0", transform=right.transAxes, color="0.4")
-        figure.legend(loc="center left", bbox_to_anchor=(0.755, 0.5), frameon=False, fontsize=7, handletextpad=0.2)
+        if left.get_legend_handles_labels()[0]:
+            figure.legend(loc="center left", bbox_to_anchor=(0.755, 0.5), frameon=False, fontsize=7, handletextpad=0.2)
         figure.savefig(path, metadata={"Date": None})
