@@ -141,8 +141,6 @@ def test_what_cannot_be_cycled_is_told():
         Cycles(model, optimizer, steps=8)
     with pytest.raises(ValueError, match="the optimizer moves no Bayesian parameter of the model"):
         Cycles(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), model, steps=8)
-    with pytest.raises(ValueError, match="a model of method vi is not trained in cycles"):
-        Cycles(optimizer, bayesify(net(), "vi"), steps=8)
     with pytest.raises(ValueError, match="collect into the model itself"):
         Cycles(optimizer, model, steps=8).mixture()
     with pytest.raises(ValueError, match="counts the steps by itself"):

@@ -1,14 +1,13 @@
 """`Cycles`: the learning rates of a training that is cut into cycles, and what its method does in each of them.
 
-A method takes part by naming its `Stages` in `Method.stages`.
+A method takes part by naming its `Stages` in `Method.stages`; of others, every cycle ends in a copy of the model.
 """
 
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,59 +18,9 @@ from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import scopes_of
+from bayesify.methods.stages import Copies, Place, Stages
 
 PLAN = ("steps", "start", "ends", "high", "low")  # in which a saved state must agree
-
-
-class Place(NamedTuple):
-    """Where a step is: the number of its cycle, how many steps of that one come before it, and the cycle's length."""
-
-    cycle: int
-    step: int
-    length: int
-
-
-class Stages:
-    """What a method does in the cycles of a training. A subclass gives the defaults of `Cycles`, and what happens when.
-
-    Args:
-        run: The schedule, with its optimizer and model.
-        **options: Those of `Cycles` that are named in `options`.
-    """
-
-    options: ClassVar[tuple[str, ...]] = ()
-    cycles: int  # how many cycles there are by default
-    least: int = 1  # how many the method needs
-    first: float = 1.0  # the length of the first cycle over that of the others
-    begin: float = 0.0  # the share of the steps before the first cycle
-    high: float = 1.0
-    low: float = 0.0
-
-    def __init__(self, run: "Cycles", **options: Any) -> None:
-        self.run = run
-
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise a ValueError where there cannot be cycles of these lengths."""
-
-    def before(self, place: Place | None) -> None:
-        """Called before every step; the place is None before the first cycle and after the last."""
-
-    def after(self, place: Place) -> None:
-        """Called after every step of a cycle."""
-
-    def end(self, number: int, *, last: bool) -> None:
-        """Called at the end of every cycle."""
-
-    def mixture(self) -> Mixture:
-        """Return the mixture of the members, of a method that keeps them outside of the model."""
-        raise ValueError("the cycles of this method collect into the model itself: predict(model, ...)")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
 
 
 class Cycles(LRScheduler):
@@ -85,7 +34,9 @@ class Cycles(LRScheduler):
     |---|---|---|
     | "ensemble" | one for each member, from twice the rate down to 0 | ends in a member; see `restart` |
     | "swag" | 10, in the last quarter of the steps, at a constant rate | ends in an iterate |
+    | "swag" with `restart` | 3, at a constant rate | has ten iterates of its last quarter; `mixture()` has all three |
     | "sgld" | 4 | looks for a basin up to `beta`, then samples it; `mixture()` has a member of each |
+    | any other | 3, from twice the rate down to 0 | is a training; `mixture()` has a member of each; see `restart` |
 
     Args:
         optimizer: The optimizer, made after `bayesify`.
@@ -97,15 +48,15 @@ class Cycles(LRScheduler):
         low: What it approaches at the end of a cycle.
         before: A scheduler that is in charge until `start`, whose `step()` is then called here.
         beta: For "sgld": the share of a cycle that looks for a basin, without noise.
-        restart: For "ensemble": where a cycle starts. "first" is the first member, which gets a cycle of twice the
+        restart: Where a cycle starts, but for "sgld". "first" is the first member, which gets a cycle of twice the
             length; "prior" the prior mean, with what `fresh` names made anew; "fresh" has all modules made anew, for a
             model that is trained from scratch. None is "first", or "prior" where `fresh` is given.
-        fresh: For "ensemble": patterns over parameter names: the modules that `reset_parameters` makes anew, with a
+        fresh: Patterns over parameter names: the modules that `reset_parameters` makes anew, with a
             seed of their own. None is the last linear layer, where it is trained; () is none.
-        seed: For "ensemble": of the new starts; None takes one number from torch's global generator.
+        seed: Of the new starts; None takes one number from torch's global generator.
 
     Raises:
-        ValueError: The method has no use for cycles, the optimizer moves another model, or a number is out of range.
+        ValueError: The optimizer moves another model, or a number is out of range.
 
     Example:
         >>> import torch
@@ -142,12 +93,8 @@ class Cycles(LRScheduler):
             raise TypeError("Cycles takes the optimizer first: Cycles(optimizer, model, steps=...)")
         self.optimizer, self.model, self.before = optimizer, model, before
         methods = [scope.method for scope in scopes_of(model)]
-        method = next((method for method in methods if method.stages is not None), None)
-        if method is None:
-            raise ValueError(
-                f"a model of method {', '.join(sorted(m.name for m in methods))} is not trained in cycles; train "
-                "several and mix them: bayesify.mix(models)"
-            )
+        method = next((method for method in methods if method.stages is not None), methods[0])
+        kind: type[Stages] = method.stages or Copies
         if not self.posteriors():
             raise ValueError(
                 "the optimizer moves no Bayesian parameter of the model; make it after bayesify(model), of "
@@ -155,9 +102,9 @@ class Cycles(LRScheduler):
             )
         options = {"beta": beta, "restart": restart, "fresh": fresh, "seed": seed}
         given = {name: value for name, value in options.items() if value is not None}
-        if unknown := [name for name in given if name not in method.stages.options]:
+        if unknown := [name for name in given if name not in kind.options]:
             raise ValueError(f"{unknown[0]} is not for method {method.name!r}; leave it out")
-        self.stages: Stages = method.stages(self, **given)
+        self.stages = kind(self, **given)
         self.high = self.stages.high if high is None else high
         self.low = self.stages.low if low is None else low
         if not 0 <= self.low <= self.high or not 0 < self.high < math.inf:
@@ -247,7 +194,7 @@ class Cycles(LRScheduler):
         return [factor * float(base) for base in self.base_lrs]
 
     def mixture(self) -> Mixture:
-        """Return the mixture of the cycles' members, for "sgld".
+        """Return the mixture of the members so far, of a method whose cycles end in copies of the model.
 
         Raises:
             ValueError: No cycle has ended yet, or the model itself has all members.

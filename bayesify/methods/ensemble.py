@@ -10,24 +10,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from bayesify.core import distributed as shards
 from bayesify.core.method import NotReadyError
 from bayesify.core.modes import MEAN, MEMBER, Mode
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, following, state_dtype
-from bayesify.core.ranks import is_whole, shared_seed
-from bayesify.core.selection import Candidate, matches, unmatched
+from bayesify.core.ranks import is_whole
 from bayesify.core.stored import Kept
 from bayesify.core.wrap import bayesify, unbayesify
 from bayesify.engine import noise as noises
 from bayesify.methods import norm_statistics
-from bayesify.methods.cycles import Cycles, Stages
+from bayesify.methods.stages import Restarts
 from bayesify.methods.vanilla import Vanilla, VanillaPosterior
 
 DTYPES = {None: None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-RESTARTS = ("prior", "fresh", "first")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,34 +239,14 @@ def _member_model(root: nn.Module, scope: Any, number: int) -> nn.Module:
 # -- cycles ------------------------------------------------------------------------------------------------------------
 
 
-class Members(Stages):
-    """Keep the weights at the end of every cycle, and start the next one anew."""
+class Members(Restarts):
+    """Keep the weights at the end of every cycle in the model itself, and start the next one anew."""
 
-    high = 2.0
-    options = ("restart", "fresh", "seed")
-
-    def __init__(self, run: Cycles, *, restart: str | None = None, fresh: Any = None, seed: int | None = None) -> None:
-        super().__init__(run)
+    def __init__(self, run: Any, **options: Any) -> None:
+        super().__init__(run, **options)
         own = run.posteriors()
         self.cycles = self.most = min(p.reader.method.members for p in own)
-        self.restart = ("first" if fresh is None else "prior") if restart is None else restart
-        if self.restart not in RESTARTS:
-            raise ValueError(f"restart must be one of {list(RESTARTS)}, got {restart!r}")
-        if seed is not None and not is_whole(seed):
-            raise ValueError(f"seed must be an integer or None, got {seed!r}")
-        if fresh is not None and restart not in (None, "prior"):
-            raise ValueError(f"fresh is for restart='prior', got restart={restart!r}; leave one of them out")
         self._check_shared({id(p.original) for p in own})
-        self.first = 2.0 if self.restart == "first" else 1.0
-        self.fresh = {} if self.restart == "first" else self._renewed(set(own), fresh)
-        renewed = {p for module in self.fresh.values() for p in posteriors_of(module)}
-        stuck = [p.name for p in own if p.constant == 0 and len(p.shape) > 1 and p not in renewed]
-        if stuck and self.restart == "prior":
-            raise ValueError(
-                f"the prior mean of {stuck[0]!r} is zero, from where no cycle can learn; give restart='fresh', or "
-                "fresh= patterns that name it"
-            )
-        self.seed = shared_seed() if seed is None else int(seed)
 
     def _check_shared(self, own: set[int]) -> None:
         """Raise where the optimizer moves parameters of the model that all members would share."""
@@ -280,30 +257,6 @@ class Members(Stages):
                     f"{name!r} is trained but not Bayesian, so that all members would share its last value; include it "
                     "in bayesify(model, 'ensemble'), or freeze it"
                 )
-
-    def _renewed(self, own: set[Posterior], fresh: Any) -> dict[str, nn.Module]:
-        """Return the modules that start anew, by name."""
-        modules = dict(self.run.model.named_modules())
-        found = {name: m for name, m in modules.items() if own.intersection(posteriors_of(m))}
-        if self.restart != "fresh" and fresh is None:
-            last = [name for name, m in modules.items() if isinstance(m, nn.Linear)][-1:]
-            tied = {p for name, m in found.items() if name not in last for p in posteriors_of(m)}
-            own_head = {n: m for n, m in found.items() if n in last and "lora" not in n}
-            found = {n: m for n, m in own_head.items() if not tied.intersection(posteriors_of(m))}
-        elif self.restart != "fresh":
-            patterns = [fresh] if isinstance(fresh, str) else list(fresh)
-            every = [Candidate(p.original, names=[p.name]) for p in own]
-            if lost := [q for q in patterns if not any(matches(q, c.names, "fresh") for c in every)]:
-                raise unmatched(lost[0], every, "fresh")
-            names = {name: [p.name for p in posteriors_of(m)] for name, m in found.items()}
-            found = {n: m for n, m in found.items() if any(matches(q, names[n], "fresh") for q in patterns)}
-        for name, module in found.items():
-            if reset_of(module) is None:
-                raise ValueError(
-                    f"{name!r} ({type(module).__name__}) has no reset_parameters, so that it cannot start anew; take "
-                    "restart='prior' with fresh= patterns that leave it out"
-                )
-        return found
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise where there are too many cycles."""
@@ -329,59 +282,7 @@ class Members(Stages):
             else:
                 norm_statistics.write_start(scope.root)
         if not last:
-            for place, module in enumerate(self.fresh.values()):
-                renew(module, noises.mix(noises.mix(self.seed, number), place))
-            self.run.optimizer.state.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the seed of the new starts."""
-        return {"seed": self.seed, "restart": self.restart, "fresh": list(self.fresh)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the seed of the new starts."""
-        for name, own in self.state_dict().items():
-            if name != "seed" and state[name] != own:
-                raise ValueError(f"{name} was {state[name]!r} when the state was saved; make Cycles with the same")
-        self.seed = state["seed"]
-
-
-def posteriors_of(module: nn.Module) -> list[Posterior]:
-    """Return the posteriors of a module's own parameters."""
-    if not parametrize.is_parametrized(module):
-        return []
-    lists: Any = module.parametrizations
-    return [p for kept in lists.values() for p in kept if isinstance(p, Posterior)]
-
-
-def reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    """Return the method that gives a module its first random numbers, if it has one."""
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-
-
-def renew(module: nn.Module, seed: int) -> None:
-    """Start a module's Bayesian parameters anew, with the same numbers on every device; others stay as they are."""
-    reset = reset_of(module)
-    assert reset is not None
-    readers = {p: p.reader for m in module.modules() for p in posteriors_of(m)}
-    held = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
-    made: dict[tuple[int, str], Tensor] = {}
-    try:
-        for posterior in readers:
-            posterior.reader = None  # reads give the parameter itself
-        for home, name, parameter in held:
-            made[id(home), name] = home._parameters[name] = nn.Parameter(shards.whole(parameter).detach().cpu().clone())
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed % 2**63)
-            reset()
-    finally:
-        for home, name, parameter in held:
-            home._parameters[name] = parameter
-        for posterior, reader in readers.items():
-            posterior.reader = reader
-    with torch.no_grad():
-        for posterior in readers:
-            assert posterior._home is not None
-            shards.copy_whole(posterior.original, made[id(posterior._home[0]), posterior._home[1]])
+            self.renew(number)
 
 
 Ensemble.stages = Members

@@ -88,6 +88,12 @@ class IVONPosterior(Posterior):
             self.strength = strength
             self.h = (1 / (strength * s.square()) - self.delta).clamp_(min=0)
 
+    def forget(self) -> None:
+        """Let s be what it was at first."""
+        self.h = None
+        if self.strength is not None:
+            self.begin(self.strength)
+
     @property
     def own_std(self) -> Tensor:
         """The spread s = 1/sqrt(lambda (h + delta))."""

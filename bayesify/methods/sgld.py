@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, part, part_of
 from bayesify.core.method import CollectedPosterior, Tempered
-from bayesify.core.mixture import Mixture, mix, shared_copy
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import LOW_PRECISION, Prior
 from bayesify.core.ranks import is_whole, shared_seed
 from bayesify.core.scopes import scopes_of
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
-from bayesify.methods.cycles import Cycles, Place, Stages
 from bayesify.methods.optimizers import MethodOptimizer, Owner, except_row
+from bayesify.methods.stages import Copies, Place
 
 FEW = 5  # minimum number of states for a usable spread
 FADE = 3.0  # half of the weight is on the last sixth of the states
@@ -275,22 +274,21 @@ class SGLDOptimizer(MethodOptimizer):
 # -- cycles ------------------------------------------------------------------------------------------------------------
 
 
-class Basins(Stages):
+class Basins(Copies):
     """Look for a basin without noise up to `beta`; from there on sample it, and collect every `thin`-th state.
 
     At the end of a cycle a copy of the model is its member, and the moments start anew (Zhang et al. 2020). The chain's
     own collection and the `burnin` of the method have no meaning here.
     """
 
-    cycles, options = 4, ("beta",)
+    cycles, high, options = 4, 1.0, ("beta",)
 
-    def __init__(self, run: Cycles, *, beta: float = 0.8) -> None:
-        super().__init__(run)
+    def __init__(self, run: Any, *, beta: float = 0.8) -> None:
+        super().__init__(run, restart="first", seed=0)
         if not 0 <= beta < 1:
             raise ValueError(f"beta must be in [0, 1), got {beta!r}")
-        self.beta = beta
+        self.beta, self.first = beta, 1.0
         self.thin = max(getattr(scope.method, "thin", 1) for scope in scopes_of(run.model))
-        self.members: list[nn.Module] = []
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise where a cycle collects fewer than two states."""
@@ -313,28 +311,19 @@ class Basins(Stages):
         if sampled > 0 and sampled % self.thin == 0:
             self.run.collect(SGLDPosterior)
 
-    def end(self, number: int, *, last: bool) -> None:
-        """Keep a copy of the model, and let the next cycle begin without moments."""
-        self.members.append(shared_copy(self.run.model).eval())
+    def go_on(self, number: int) -> None:
+        """Let the chain go on where it is, without moments."""
         for posterior in self.run.posteriors():
             posterior.forget()
 
-    def mixture(self) -> Mixture:
-        """Return the mixture of all members so far."""
-        if not self.members:
-            raise ValueError(f"no cycle has ended yet: {self.run.last_epoch} steps of {self.run.ends[0]} are done")
-        return mix(self.members)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the members."""
-        return {"beta": self.beta, "members": [member.state_dict() for member in self.members]}
+        return {**super().state_dict(), "beta": self.beta}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the members, as copies of the model."""
-        self.beta, self.members = state["beta"], []
-        for tensors in state["members"]:
-            self.members.append(shared_copy(self.run.model).eval())
-            self.members[-1].load_state_dict(tensors)
+        super().load_state_dict(state)
+        self.beta = state["beta"]
 
 
 SGLD.stages = Basins

@@ -8,32 +8,62 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard
 from bayesify.core.method import CollectedPosterior, Tempered
+from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import named_posteriors
 from bayesify.core.stored import Kept
 from bayesify.engine.noise import name_key
-from bayesify.methods.cycles import Stages
+from bayesify.methods.stages import Copies, Place, Stages
 
 SHARED = name_key("swag/shared")
+ITERATES, SHORTEST = 10, 8  # of a training that is a cycle: how many it collects, and its least steps
 
 
-class Iterates(Stages):
-    """The last quarter of training at a constant rate, or in cosines, each of which ends in an iterate."""
+class Iterates(Copies):
+    """The last quarter of training at a constant rate, or in cosines, each of which ends in an iterate.
 
-    cycles, least, begin, low = 10, 2, 0.75, 1.0
+    With `restart` each cycle is a training at a constant rate, which collects `ITERATES` in its last quarter and ends
+    in a member (Wilson and Izmailov 2020).
+    """
+
+    high = low = 1.0
+
+    def __init__(self, run: Any, **options: Any) -> None:
+        self.repeats = "restart" in options or "fresh" in options
+        super().__init__(run, **(options if self.repeats else {"restart": "first", "seed": 0}))
+        if not self.repeats:
+            self.cycles, self.least, self.begin, self.first = ITERATES, 2, 0.75, 1.0
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise where a cycle collects fewer than two iterates."""
+        if self.repeats and min(lengths) < SHORTEST:
+            raise ValueError(f"a cycle takes at least {SHORTEST} steps, got {min(lengths)}; fewer cycles or more steps")
+
+    def after(self, place: Place) -> None:
+        """Collect an iterate in the last quarter of a training."""
+        before, now = (ITERATES * (4 * k - 3 * place.length) // place.length for k in (place.step, place.step + 1))
+        if self.repeats and now > max(before, 0):
+            self.run.collect(SWAGPosterior)
 
     def end(self, number: int, *, last: bool) -> None:
-        """Collect an iterate of what the optimizer moves."""
-        self.run.collect(SWAGPosterior)
+        """Collect an iterate of what the optimizer moves, or keep a member."""
+        if self.repeats:
+            super().end(number, last=last)
+        else:
+            self.run.collect(SWAGPosterior)
+
+    def mixture(self) -> Mixture:
+        """Return the mixture of the members so far."""
+        return super().mixture() if self.repeats else Stages.mixture(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,6 +136,13 @@ class VIPosterior(Posterior):
         """Return rho."""
         return (self.rho,)
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Let s be what it was at first."""
+        self.rho.fill_(LINKS[self.link].inverse(self.init_sig))
+        if self.observed is not None:
+            self.observed.zero_()
+
     def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
         """Return m + eps * g(rho)."""
         return LINKS[self.link].draw, (mean, self.rho)

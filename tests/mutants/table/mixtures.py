@@ -35,13 +35,6 @@ MUTANTS = [
             "id(own.mean_theta",
             "prior_mean or every",
         ),
-        (
-            "one head for all",
-            "noises.mix(noises.mix(self.seed, number), place)",
-            "self.seed",
-            "bit_for_bit or training",
-        ),
-        ("momentum of the member before", "self.run.optimizer.state.clear()", "pass", "training_of_its_own"),
         ("statistics go on", "norm_statistics.write_start(scope.root)", "pass", "belong_to_members"),
     ),
     *of(
@@ -49,6 +42,29 @@ MUTANTS = [
         "test_ensemble.py",
         ("always the first member", "number % len(self.members)", "0", "equally_often"),
         ("the soup of some", "members.mean(0, dtype", "members[1:].mean(0, dtype", "soup"),
+    ),
+    *of(
+        "methods/stages.py",
+        "test_ensemble.py",
+        (
+            "one head for all",
+            "noises.mix(noises.mix(self.seed, number), place)",
+            "self.seed",
+            "bit_for_bit or training",
+        ),
+        ("momentum of the member before", "self.run.optimizer.state.clear()", "pass", "training_of_its_own"),
+    ),
+    *of(
+        "methods/stages.py",
+        "test_cycles_members.py",
+        ("copies go on where the last one ended", "posterior.original.copy_(posterior.prior_mean)", "pass", "start"),
+        (
+            "spreads go on",
+            "        for posterior in posteriors:\n            posterior.forget()",
+            "        pass",
+            "start",
+        ),
+        ("a resumed run has other members", "member.load_state_dict(tensors)", "pass", "bit_for_bit"),
     ),
     *of(
         "methods/norm_statistics.py",
