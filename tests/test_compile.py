@@ -7,7 +7,7 @@ import torch
 from compilers import COMPILED, DRAWING, METHODS, MLP, MODELS, X, assert_close, gradients, made, out
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from bayesify import bayesify, mean, penalty, sample
+from bayesify import bayesify, fit_laplace, mean, penalty, sample
 
 pytestmark = COMPILED
 
@@ -112,8 +112,11 @@ def test_the_mean_and_a_pinned_sample_are_exported_in_torch_operations(method):
 
 
 @pytest.mark.parametrize("way", ["export", "trace"])
-def test_an_export_outside_of_blocks_warns_that_it_is_the_mean(way):
-    model = bayesify(MLP(), "vi", prior_sig=1.0, init_sig=0.5).eval()
+@pytest.mark.parametrize("method", ["vi", "la"])
+def test_an_export_outside_of_blocks_warns_that_it_is_the_mean(way, method):
+    model = bayesify(MLP(), method, prior_sig=1.0).eval()
+    if method == "la":
+        fit_laplace(model, [(X, torch.zeros(len(X), dtype=torch.long))])
 
     def made():
         if way == "trace":

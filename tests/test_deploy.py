@@ -1,6 +1,7 @@
 """A deployed module answers what `predict` answers: in eager mode, in every exported format, and without bayesify."""
 
 import copy
+import json
 import math
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from bayesify import Cycles, bayesify, components, deploy, fit_laplace, fit_novelty, mix, penalty, predict
+from bayesify.methods import noise
 
 CLASSES = 3
 FIELDS = ("probs", "prediction", "confidence", "entropy", "mutual_information")
@@ -55,6 +57,7 @@ def plain_mlp():
 
 
 MODELS = {"mlp": plain_mlp, "cnn": timm_cnn, "vit": timm_vit, "bert": bert}
+SERVED = ["cnn", "vit", "bert", "regression"]
 
 
 def fitted(name, structure="kron"):
@@ -92,46 +95,90 @@ def test_a_closed_form_is_what_predict_gives(name, structure):
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_exported_programs_answer_alike_at_other_batch_sizes(name):
-    model, x = fitted(name)
-    deployed = deploy(model)
-    expected = call(deployed, rows(x, 3))
-    program = deployed.exported(**x) if isinstance(x, dict) else deployed.exported(x)
-    answers = program.module()(rows(x, 3))
-    assert answers.keys() == expected.keys()
-    for field in expected:
-        assert torch.allclose(answers[field].double(), expected[field].double(), atol=1e-5), field
+def regression(closed=True):
+    """Return a regression model whose outputs are averaged in the graph, and a batch for it."""
+    x = torch.randn(6, 4, 5)
+    body = nn.Sequential(nn.Linear(5, 16), nn.Tanh())
+    model = nn.Sequential(body, nn.AdaptiveAvgPool1d(16), Mean(), nn.Linear(16, 2))
+    bayesify(model, "la" if closed else "vanilla", include="3.*", prior_sig=1.0)
+    if closed:
+        fit_laplace(model, [(x, torch.randn(6, 2))], likelihood="regression")
+    else:
+        noise(model, outputs=2)
+    return model, x
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore")  # what torch's exporter and onnxscript deprecate of each other
-def test_onnx_answers_alike_at_other_batch_sizes(name, tmp_path):
-    runtime = pytest.importorskip("onnxruntime")
+class Mean(nn.Module):
+    """The mean over places, whose name in a graph is that of a regression's field."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
+def members(name):
+    """Return a mixture of two models whose weights differ, and a batch for it."""
+    if name == "regression":
+        made = [regression(closed=False)[0] for _ in range(2)]
+        return mix(made), regression()[1]
+    model, _, x = MODELS[name]()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return mix(bayesify(m.eval(), "vanilla") for m in (model, other)), x
+
+
+def read(path, x):
+    """Return the answers of a saved file."""
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()(x)
+    if path.suffix == ".ts":
+        return torch.jit.load(path)(x)
+    served = pytest.importorskip("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
+    given = {
+        i.name: t.numpy() for i, t in zip(served.get_inputs(), x.values() if isinstance(x, dict) else [x], strict=True)
+    }
+    names = [output.name for output in served.get_outputs()]
+    return dict(zip(names, map(torch.from_numpy, served.run(None, given)), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["closed form", "ensemble"])
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.filterwarnings("ignore")  # what torch's exporters and onnxscript deprecate
+def test_every_file_answers_what_predict_does(name, kind, tmp_path):
     pytest.importorskip("onnxscript")
-    model, x = fitted(name)
+    if kind == "closed form":
+        model, x = regression() if name == "regression" else known(name)
+    else:
+        model, x = members(name)
     deployed = deploy(model)
-    program = deployed.exported(**x) if isinstance(x, dict) else deployed.exported(x)
-    torch.onnx.export(program, output_names=deployed.fields, verbose=False).save(tmp_path / "model.onnx")
-    served = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    few = rows(x, 3)
-    arrays = [t.numpy() for t in (few.values() if isinstance(few, dict) else [few])]
-    given = {i.name: a for i, a in zip(served.get_inputs(), arrays, strict=True)}
-    answers = dict(zip([o.name for o in served.get_outputs()], served.run(None, given), strict=True))
-    expected = call(deployed, few)
-    assert answers.keys() == expected.keys()
-    for field, value in expected.items():
-        assert np.allclose(answers[field], value, atol=1e-5), field
+    for ending in (".pt2", ".onnx", ".ts"):
+        path = tmp_path / f"model{ending}"
+        deployed.save(path, **x) if isinstance(x, dict) else deployed.save(path, x)
+        for count in (5, 1):
+            answers, found = read(path, rows(x, count)), predict(model, rows(x, count))
+            assert set(answers) == set(deployed.fields)
+            names = ("mean", "std", "epistemic") if name == "regression" else FIELDS
+            names += ("novelty_pvalue",) if found.novelty is not None else ()
+            for field in names:
+                value = getattr(found, field).double()
+                assert torch.allclose(answers[field].double(), value, atol=1e-5), (ending, field)
+            if name == "regression":
+                for field, value in zip(("low", "high"), found.interval(), strict=True):
+                    assert torch.allclose(answers[field].double(), value, atol=1e-5), (ending, field)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "vit"])
-@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated, and tracing warns of shapes
-def test_torchscript_answers_alike(name):
-    model, x = fitted(name)
+def test_a_file_says_how_it_was_made(tmp_path):
+    model, x = known("mlp")
     deployed = deploy(model)
-    answers = torch.jit.trace(deployed, (x,), strict=False)(rows(x, 3))
-    for field, value in deployed(rows(x, 3)).items():
-        assert torch.allclose(answers[field].double(), value.double(), atol=1e-5), field
+    deployed.about["data"] = "three classes"
+    deployed.save(tmp_path / "model.pt2", x[:1])  # one example is enough
+    found = dict.fromkeys(deployed.about, "")
+    torch.export.load(tmp_path / "model.pt2", extra_files=found)
+    assert {name: json.loads(text) for name, text in found.items()} == deployed.about
+    assert deployed.about["novelty"] == {"layer": "2", "at": "mean", "held_out": 108}
+    with pytest.raises(ValueError, match=r"must end in .pt2, .onnx or .ts, got"):
+        deployed.save(tmp_path / "model.pth", x)
 
 
 def test_a_deployed_module_compiles_as_one_graph(fresh_compiler):
@@ -140,15 +187,23 @@ def test_a_deployed_module_compiles_as_one_graph(fresh_compiler):
     check(torch.compile(deployed, fullgraph=True, backend="aot_eager")(x), predict(model, x))
 
 
-def test_the_head_in_numpy():
+@pytest.mark.parametrize("name", MODELS)
+def test_the_head_in_numpy(name, tmp_path):
     """Forty lines of numpy are all that a server needs beside the body."""
-    model, x = fitted("mlp")
+    from safetensors.numpy import load_file
+    from safetensors.torch import save_file
+
+    model, x = fitted(name)
     deployed = deploy(model)
-    head = {k: v.numpy() for k, v in deployed.voices[0].named_buffers()}
-    layer = deployed.voices[0].head.layer
-    features = np.tanh(x.numpy() @ model[0].weight.detach().numpy().T + model[0].bias.detach().numpy())
-    logits = features @ layer.weight.numpy().T + layer.bias.numpy()
-    q = np.square(features @ head["right"] + head["shift"]) @ head["variances"]
+    save_file(dict(deployed.voices[0].named_buffers()), tmp_path / "head.safetensors", metadata=deployed.metadata())
+    head, layer = load_file(tmp_path / "head.safetensors"), deployed.voices[0].head.layer
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].numpy()))
+    with torch.no_grad():
+        call(deployed, x)
+    handle.remove()
+    logits = seen[0] @ layer.weight.numpy().T + layer.bias.numpy()
+    q = np.square(seen[0] @ head["right"] + head["shift"]) @ head["variances"]
     centred = head["basis"] - head["basis"].mean(0)
     s2 = q @ np.square(centred).T
     z = (logits - logits.mean(1, keepdims=True)) / np.sqrt(1 + math.pi / 8 * s2)
@@ -269,6 +324,13 @@ def test_a_mixture_of_regressions_has_the_spread_of_its_members():
     assert torch.allclose(answers["std"].double(), found.std, atol=1e-5)
 
 
+def test_the_task_is_that_of_the_fit_and_no_noise_is_no_interval():
+    model, _ = regression()
+    assert deploy(model).fields == ["mean", "std", "epistemic", "low", "high"]
+    quiet = deploy(bayesify(mlp(1), "vanilla"), task="regression")
+    assert quiet.fields == list(quiet(data()[0])) == ["mean", "std", "epistemic"]
+
+
 def test_multilabel():
     x, _ = data(10)
     model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.3)
@@ -278,18 +340,27 @@ def test_multilabel():
         assert torch.allclose(answers[field].double(), getattr(found, field), atol=1e-5), field
 
 
-def test_an_exported_file_runs_without_bayesify(tmp_path):
-    model, x = fitted("mlp")
+@pytest.mark.filterwarnings("ignore")  # what torch's exporters and onnxscript deprecate
+def test_files_run_without_bayesify(tmp_path):
+    pytest.importorskip("onnxruntime")
+    model, x = known("mlp")
     deployed = deploy(model)
-    torch.export.save(deployed.exported(x), tmp_path / "model.pt2")
-    torch.save((x, deployed(x)["probs"]), tmp_path / "expected.pt")
+    for ending in (".pt2", ".onnx", ".ts"):
+        deployed.save(tmp_path / f"model{ending}", x)
+    torch.save((x, deployed(x)["probs"], deployed(x)["novelty_pvalue"]), tmp_path / "expected.pt")
     script = f"""
         import sys
         sys.modules["bayesify"] = None  # an import fails
-        import torch
-        x, expected = torch.load({str(tmp_path / "expected.pt")!r})
-        found = torch.export.load({str(tmp_path / "model.pt2")!r}).module()(x)["probs"]
-        assert torch.allclose(found, expected, atol=1e-6)
+        import onnxruntime, torch
+        folder = {str(tmp_path)!r}
+        x, probs, pvalues = torch.load(folder + "/expected.pt")
+        session = onnxruntime.InferenceSession(folder + "/model.onnx")
+        answers = session.run(["probs", "novelty_pvalue"], {{session.get_inputs()[0].name: x.numpy()}})
+        found = [dict(zip(("probs", "novelty_pvalue"), map(torch.from_numpy, answers)))]
+        found += [torch.export.load(folder + "/model.pt2").module()(x), torch.jit.load(folder + "/model.ts")(x)]
+        for one in found:
+            assert torch.allclose(one["probs"], probs, atol=1e-6)
+            assert torch.equal(one["novelty_pvalue"], pvalues)
         print("alike")
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
@@ -391,6 +462,17 @@ def test_novelty_is_that_of_predict(name):
     assert list(answers) == deployed.fields
 
 
+def test_novelty_at_the_prior_has_the_statistics_of_the_start():
+    x, y = data(100)
+    model = bayesify(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)), "vanilla")
+    with torch.no_grad():
+        model.train()(3 * x + 1)  # the statistics of now
+        model[0].weight.add_(0.1)
+    model.eval()
+    fit_novelty(model, [(x, y)], held_out=[(x + 0.1, y)], at="prior")
+    assert torch.allclose(deploy(model)(x)["novelty"], predict(model, x).novelty, rtol=1e-4)
+
+
 def test_novelty_of_draws_takes_a_pass_at_the_mean():
     x, y = data(100)
     model = bayesify(mlp(), "vi", prior_sig=1.0, init_sig=0.3)
@@ -402,13 +484,12 @@ def test_novelty_of_draws_takes_a_pass_at_the_mean():
     assert torch.equal(answers["answer"], ~found.alarm())
 
 
-def test_an_exported_program_has_the_novelty():
-    model, x = known("mlp")
-    deployed = deploy(model)
-    answers = deployed.exported(x).module()(x[:3])
-    expected = deployed(x[:3])
-    for field in ("novelty", "novelty_pvalue", "answer"):
-        assert torch.allclose(answers[field].double(), expected[field].double(), atol=1e-5), field
+def test_other_weights_have_no_novelty():
+    model, _ = known("mlp")
+    with torch.no_grad():
+        model[0].weight.mul_(1.1)
+    with pytest.warns(UserWarning, match="not those of fit_novelty"):
+        assert "novelty" not in deploy(model, samples=2).fields
 
 
 def test_alarms_need_novelty():

@@ -77,7 +77,7 @@ def test_lora(tmp_path):
         ("regression", ("--steps", 20, "--data", "t.csv", "--method", "vi"), "crps", {"calibration.svg"}),
         ("ood", ("--epochs", 2, "--members", 2), "distance of features", {"plain.svg", "mixture.svg"}),
         ("active_learning", ("--seeds", 2, "--steps", 10), "diverse minus random", set()),
-        ("deploy", ("--heads", 2), "without bayesify: 200 images", {"served.pt2", "mean.ts", "model.safetensors"}),
+        ("deploy", (), "without bayesify, TorchScript: probabilities of 200", {"model.pt2", "model.ts"}),
     ],
     ids=["quickstart", "regression", "regression of a table", "ood", "active_learning", "deploy"],
 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from bayesify import bayesify, deploy, fit_laplace
-from examples.serve import server
+from bayesify import bayesify, deploy, fit_laplace, fit_novelty
+from examples.serve import Server
 
 CLIENTS = 64
 
@@ -31,12 +31,13 @@ def deployed():
     model = bayesify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "la", include="2.*", prior_sig=1.0)
     x = torch.randn(30, 4)
     fit_laplace(model, [(x, torch.arange(30) % 3)], structure="kron")
-    return deploy(model, threshold=0.4)
+    fit_novelty(model, x, held_out=torch.randn(60, 4))
+    return deploy(model, threshold=0.4, false_alarms=0.1)
 
 
 @pytest.fixture(scope="module")
 def address(deployed):
-    found = server(deployed.exported(torch.randn(5, 4)), 0)
+    found = Server(deployed.exported(torch.randn(5, 4)), 0, held_out=54)
     threading.Thread(target=found.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{found.server_port}"
     found.shutdown()
@@ -71,14 +72,20 @@ def test_many_clients_get_their_own_answers(deployed, address):
         health = json.load(reply)
     assert health["status"] == "ok"
     assert health["rows"] >= sum(map(len, batches))
+    assert health["answered"] < health["rows"]
+    assert health["drift"] is False
     assert len(times) == len(batches)
+    for _ in range(20):  # far from what is known
+        post(address, {"inputs": (9 + torch.randn(2, 4)).tolist()})
+    with urlopen(address + "/health", timeout=30) as reply:
+        assert json.load(reply)["drift"] is True
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ({"inputs": [[1.0, 2.0]]}, "must be of shape (rows, 4), got (1, 2)"),
-        ({"inputs": []}, "must be of shape"),
+        ({"inputs": [[1.0, 2.0]]}, "of shape (rows, 4), got (1, 2)"),
+        ({"inputs": []}, "of shape"),
         ({"inputs": [[1.0, 2.0, 3.0, "x"]]}, "must be"),
         ({"inputs": [[1.0, 2.0, 3.0, float("nan")]]}, "finite"),
         ({"rows": [[1.0]]}, "inputs"),
@@ -106,7 +113,7 @@ def test_a_failing_model_answers_with_an_error(deployed):
 
             return fail
 
-    found = server(Failing(), 0)
+    found = Server(Failing(), 0)
     threading.Thread(target=found.serve_forever, daemon=True).start()
     code, error = refused(f"http://127.0.0.1:{found.server_port}", {"inputs": [[0.0] * 4]})
     assert code == 500

@@ -306,7 +306,7 @@ def _warn_of_export(model: nn.Module, args: Any) -> None:
     if not (torch.compiler.is_exporting() or tracing):
         return
     scope: Any = model._bayesify_scope
-    if block_of(scope) is None and scope.now.mode is None and any(p.moves for p in scope.posteriors):
+    if block_of(scope) is None and scope.now.mode is None and any(p.random for p in scope.posteriors):
         warnings.warn(
             "the exported model is the posterior's mean, without its uncertainty; export bayesify.deploy(model), "
             "or inside `with bayesify.mean(model)` if the mean is meant",

@@ -30,6 +30,7 @@ SET_ASIDE = 0.2  # of the loader, where there is no held-out data
 MOST_HELD_OUT = 2000  # rows that are set aside at most
 SCALING = 0.1  # of the held-out data: finds the scales of distance and entropy
 FEW = 5  # rows, which find no scale
+STEADY = 1e-4  # of the largest entropy; a standard deviation below it is rounding
 PROBED = 64  # elements of each tensor by which a change of the weights is seen
 CHANGED = 1e-6  # relative
 
@@ -245,7 +246,7 @@ def _store(reader: "Reader", moments: Moments, held: Rows, false_alarms: float, 
     reference, scales = moments.reference().to(torch.float32), tuple[float, ...]((1.0,))
     if held.entropy is not None and moments.classes > 1 and len(some) >= FEW:
         spread = float(reference.score(held.z[some]).std()), float(held.entropy[some].std())
-        scales = spread if min(spread) > 0 else scales
+        scales = spread if spread[0] > 0 and spread[1] > STEADY * float(held.entropy.max()) else scales
     rest = order if len(scales) == 1 else rest
     if (len(rest) + 1) * false_alarms < 1:
         raise ValueError(
@@ -258,9 +259,16 @@ def _store(reader: "Reader", moments: Moments, held: Rows, false_alarms: float, 
 
 
 def novelty_of(model: nn.Module) -> tuple[nn.Module, Novelty] | None:
-    """Return the module with the statistics, and these; None for a model without them."""
+    """Return the module with the statistics, and these; None for a model without, with a warning for other weights."""
     found = ((m, m.__dict__.get(ATTRIBUTE)) for m in model.modules())
-    return next(((m, kept) for m, kept in found if isinstance(kept, Novelty)), None)
+    known = next(((m, kept) for m, kept in found if isinstance(kept, Novelty)), None)
+    if known is not None and not math.isclose(weights_of(known[0]), known[1].weights, rel_tol=CHANGED):
+        warnings.warn(
+            "the model's weights are not those of fit_novelty, and predictions have no novelty; call it again",
+            stacklevel=4,
+        )
+        return None
+    return known
 
 
 def weights_of(host: nn.Module) -> float:
@@ -287,18 +295,9 @@ class Watch:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Watch | None":
-        """Return what watches a model with `fit_novelty`; None for others, and with a warning for changed weights."""
+        """Return what watches a model with `fit_novelty`; None for others."""
         found = novelty_of(model)
-        if found is None:
-            return None
-        host, novelty = found
-        if not math.isclose(weights_of(host), novelty.weights, rel_tol=CHANGED):
-            warnings.warn(
-                "the model's weights are not those of fit_novelty, and predictions have no novelty; call it again",
-                stacklevel=3,
-            )
-            return None
-        return cls(view(model) if can_be_viewed(model) else model, novelty)
+        return None if found is None else cls(view(model) if can_be_viewed(model) else model, found[1])
 
     def noting(self, model: nn.Module) -> AbstractContextManager[list[Call]]:
         """Note the calls of the layer in a forward at the mean, where it is what features are read from."""
