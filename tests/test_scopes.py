@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -89,8 +90,8 @@ def test_multihead_attention_reads_one_theta():
 def sample_of_next_forward(model: nn.Module):
     """Give the thetas that a forward from the present random state reads."""
     seed = noises.global_seed()
-    from bayesify.core.draws import Draw
     from bayesify.core.modes import Mode, override
+    from bayesify.core.sampling import Draw
 
     (scope,) = {id(q.reader): q.reader for _, q in named_posteriors(model)}.values()
     with override([scope], Mode(draw=Draw(seed, pinned=True))):
@@ -228,20 +229,18 @@ def test_double_backward(method: str):
 
 def by_autograd_alone(patch: pytest.MonkeyPatch) -> None:
     """Replace the library's own autograd nodes by plain differentiable operations."""
-    from bayesify.core import draws
     from bayesify.core import penalty as prior_term
+    from bayesify.core.sampling import Draw
 
-    class Sampled:
-        @staticmethod
-        def apply(posterior, seed, *tensors):
-            return posterior.theta(tensors[0], posterior.noise_of(seed))
+    def theta(self: Draw, posterior: Any, original: Tensor, nodes: Any = None) -> Tensor:
+        return posterior.theta(original, posterior.noise_of(self.seed))
 
     class Penalty:
         @staticmethod
         def apply(terms, *tensors):
             return sum(p.energy(p.original, terms.scale) for p in terms.posteriors)
 
-    patch.setattr(draws, "Sampled", Sampled)
+    patch.setattr(Draw, "theta", theta)
     patch.setattr(prior_term, "Penalty", Penalty)
 
 

@@ -19,11 +19,13 @@ from bayesify.core.prior import (
     Factor,
     Prior,
     following,
-    quadratic_pull,
+    pulled,
     quadratic_terms,
+    scaled,
     state_dtype,
     tempered_scale,
 )
+from bayesify.core.sampling import Recipe
 from bayesify.core.stored import CENTER, Kept
 from bayesify.engine.dispatch import run
 from bayesify.engine.writing import Formula
@@ -283,13 +285,17 @@ class QuadraticPosterior(Posterior):
         """Return precision/2 |m - theta0|^2."""
         return quadratic_terms(mean, self, self.precision, scale)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def pulling(self, mean: Tensor, seed: int, grad: Tensor) -> Recipe:
         """Return the gradient at theta, as it is."""
-        return (grad,)
+        return Recipe(inputs=(grad,), passes=True)
 
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+    def energy_pulling(self, mean: Tensor, coef: Factor, pull: Factor) -> Recipe:
         """Return (coef precision + pull/sigma^2) (m - theta0)."""
-        return (quadratic_pull(mean, self, coef * self.precision + pull / self.prior_sig / self.prior_sig),)
+        if self.flat:
+            return Recipe()
+        factors = self.precision, 1 / self.prior_sig / self.prior_sig
+        largest = () if isinstance(coef, Tensor) else (coef * factors[0] + pull * factors[1],)
+        return Recipe(pulled, (*scaled((mean, self.center), *largest), coef, pull, *factors), (0,))
 
 
 class MomentsPosterior(QuadraticPosterior):
@@ -313,7 +319,7 @@ class MomentsPosterior(QuadraticPosterior):
         if not self.ready:
             raise NotReadyError(f"{self.name!r} cannot be sampled yet: {self.missing}")
 
-    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]]:
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]] | None:
         """Return center + std * eps; its gradient passes to the parameter as it is."""
         return gaussian, (self.mean_theta(mean), self.own_std)
 

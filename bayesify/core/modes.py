@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.draws import Draw, graph, sample_seed
+from bayesify.core.compiled import graph, sample_seed
 from bayesify.core.ranks import check_shared, draw_seeds
+from bayesify.core.sampling import Draw
 from bayesify.core.stored import Stored
 from bayesify.engine import noise as noises
 

@@ -12,18 +12,21 @@ must gain c nats. c is the option `pull`, D0 is `bayesify.core.prior.nearest`. T
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.compiled import known_by
 from bayesify.core.distributed import over_processes, part, part_of
-from bayesify.core.draws import known_by
-from bayesify.core.posterior import Posterior, Step, check_versions, holding
-from bayesify.core.prior import Energy, Part, host, nearest, scaled, squares, state_dtype, step_size, sums, wide
+from bayesify.core.posterior import Posterior, Step
+from bayesify.core.prior import Energy, Factor, Part, host, nearest, scaled, squares, state_dtype, step_size, sums, wide
 from bayesify.core.reading import Scope
+from bayesify.core.sampling import autograd_energy_pull, check_versions, gradients
 from bayesify.core.scopes import NOISE, check_num_data, scopes_of, warn_in_eval
-from bayesify.engine.dispatch import functional
+from bayesify.core.stored import holding
+from bayesify.engine.dispatch import functional, transformed
 
 
 def penalty(model: nn.Module, num_data: float) -> Tensor:
@@ -48,8 +51,7 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
     check_num_data(num_data)
     scopes = scopes_of(model)
     inside = {m for m in model.modules() if isinstance(m, Posterior)}
-    first = scopes[0].posteriors[0].original
-    total = torch.zeros((), dtype=wide(first), device=first.device)
+    first, total = scopes[0].posteriors[0].original, None
     for scope in scopes:
         scope.penalized = True
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -57,8 +59,10 @@ def penalty(model: nn.Module, num_data: float) -> Tensor:
         found = [p for p in scope.posteriors if p in inside and not p.flat]
         if found:
             terms = Terms(found, scope.method.scale(num_data), *pull_of(scope, found))
-            total = total + _of_scope(terms).to(total)
-    return total.to(torch.promote_types(first.dtype, torch.float32))
+            value = _of_scope(terms, scope)
+            total = value if total is None else total + value.to(total)
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return first.new_zeros((), dtype=dtype) if total is None else total.to(first.device, dtype)
 
 
 class Terms(NamedTuple):
@@ -76,16 +80,24 @@ def pull_of(scope: Scope, posteriors: Iterable[Posterior]) -> tuple[float, float
     return scope.method.pull_strength if weights else 0.0, nearest(weights)
 
 
-def _of_scope(terms: Terms) -> Tensor:
+def _of_scope(terms: Terms, scope: Scope) -> Tensor:
     """Return the penalty of one model, with a gradient in closed form where that can be."""
     compiling, posteriors = torch.compiler.is_compiling(), terms.posteriors
     if functional() or (compiling and any(p.layout is not None for p in posteriors)):
         return _combined(_numbers(terms, [p.original for p in posteriors]), terms)
-    tensors = [t for p in posteriors for t in _tensors(p)]
-    found: Tensor = (
-        _penalty([p._number for p in posteriors], *terms[1:], tensors) if compiling else Penalty.apply(terms, *tensors)
-    )
-    return found
+    tensors = [_tensors(p) for p in posteriors]
+    if compiling:
+        found: Tensor = _penalty([p._number for p in posteriors], *terms[1:], [t for own in tensors for t in own])
+        return found
+    wanted, handles = set(posteriors), []
+    for samples, handle in scope.now.nodes if torch.is_grad_enabled() else ():
+        if samples.carries(wanted):
+            handles.append(handle)
+            wanted.difference_update(samples.posteriors)
+    rest = [i for i, p in enumerate(posteriors) if p in wanted]
+    of_rest = [t for i in rest for t in tensors[i]]
+    value: Tensor = Penalty.apply(terms, tensors, rest, len(handles), *handles, *of_rest)
+    return value
 
 
 def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
@@ -97,20 +109,17 @@ def _tensors(posterior: Posterior) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _holding(terms: Terms, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _holding(terms: Terms, tensors: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
     """Give the posteriors the tensors that a node was made of; yield the means among them."""
-    rest, means = iter(tensors), []
     with ExitStack() as stack:
-        for posterior in terms.posteriors:
-            means.append(next(rest))
-            learned = tuple(next(rest) for _ in posterior.learnable())
+        for posterior, (_, *learned) in zip(terms.posteriors, tensors, strict=True):
             if posterior.layout is None:
                 stack.enter_context(holding(posterior, learned))
-        yield means
+        yield [own[0] for own in tensors]
 
 
 def _numbers(terms: Terms, means: Sequence[Tensor]) -> Tensor:
-    """Return energy and distance of all posteriors on all processes, and the running sums of natural steps."""
+    """Return energy and D/D0 of all posteriors on all processes, and the running sums of natural steps."""
     groups: dict[Any, list[tuple[Posterior, Tensor]]] = {}
     for posterior, mean in zip(terms.posteriors, means, strict=True):
         group = None if posterior.layout is None else posterior.layout.group
@@ -130,88 +139,138 @@ def _on_device(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
             apart.append(own.energy(mean, terms.scale))
             energy = Energy((), unit=math.inf)
         far = bool(terms.strength) and own.relative
-        parts, unit = energy.parts, (energy.unit / own.prior_sig) ** 2 if far else 0.0
+        parts, unit = energy.parts, (energy.unit / own.prior_sig) ** 2 / terms.floor if far else 0.0
         if unit == math.inf:  # there is no sum from which D follows
-            inverse, unit = 1 / own.prior_sig, 1.0
+            inverse, unit = 1 / own.prior_sig, 1.0 / terms.floor
             parts = (Part(squares, (*scaled((mean, own.center), inverse), inverse), (0.0,)), *parts)
         for i, one in enumerate(parts):
             jobs.setdefault(len(one.weights), []).append((one, 0.0 if i else unit))
         constant += energy.constant
-    total = torch.nn.functional.pad(first.new_full((1,), constant, dtype=wide(first)), (0, 1))
-    for found in jobs.values():
-        values = [[p.weights for p, _ in found], [(unit, *(0.0 for _ in p.weights[1:])) for p, unit in found]]
-        weights = torch.tensor(values, dtype=total.dtype)
-        weights = total.new_empty(weights.shape).copy_(weights, non_blocking=True)
-        total = total + (sums([p for p, _ in found]).to(total) * weights).flatten(1).sum(1)
+    total = None
+    for found in jobs.values():  # both numbers are weighted sums of sums
+        weights = [
+            [w for p, _ in found for w in p.weights],
+            [w for p, unit in found for w in (unit, *(0.0 for _ in p.weights[1:]))],
+        ]
+        flat = sums([p for p, _ in found]).flatten()
+        start = _sent((constant, 0.0), flat.dtype, first.device) if total is None else total
+        total = torch.addmv(start, _sent(tuple(map(tuple, weights)), flat.dtype, first.device), flat)
+    if total is None:
+        total = _sent((constant, 0.0), wide(first), first.device)
     if apart:
         total = total + torch.nn.functional.pad(torch.stack([e.to(total) for e in apart]).sum(0, keepdim=True), (0, 1))
     # Each process has observed all rows of a sharded posterior: its share counts.
     observed = [
         p.observed if p.layout is None else p.observed / p.layout.size for p, _ in members if p.observed is not None
     ]
-    return torch.cat([total, torch.stack(observed).sum(0).to(total) if observed else total.new_zeros(2)])
+    return torch.cat(
+        [total, torch.stack(observed).sum(0).to(total) if observed else _sent((0.0, 0.0), total.dtype, first.device)]
+    )
+
+
+def _sent(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor of a device; those of a step are mostly those of the last one."""
+    if transformed() or device.type == "meta":  # what is made there belongs to one graph
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return _kept(numbers, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        tensor = torch.tensor(numbers, dtype=dtype)
+        return tensor.new_empty(tensor.shape, device=device).copy_(tensor, non_blocking=True)
 
 
 def _combined(numbers: Tensor, terms: Terms) -> Tensor:
     """Return the sum of the energies plus c/2 log(1 + D/D0)."""
-    if not terms.strength:
-        return numbers[0]
-    return numbers[0] + terms.strength / 2 * (numbers[1] / terms.floor).log1p()
+    return numbers[0] if not terms.strength else torch.add(numbers[0], numbers[1].log1p(), alpha=terms.strength / 2)
 
 
 class Penalty(torch.autograd.Function):
-    """The autograd node of the penalty, whose gradient the posteriors know in closed form."""
+    """The autograd node of the penalty: a function of the handles of samples, and of the rest of the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, terms: Terms, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, terms: Terms, tensors: list[tuple[Tensor, ...]], rest: list[int], count: int, *given: Tensor
+    ) -> Tensor:
         """Return the value."""
-        ctx.terms, ctx.tensors = terms, tensors
-        ctx.versions = [t._version for t in tensors]
+        ctx.terms, ctx.tensors, ctx.rest, ctx.handles = terms, tensors, rest, given[:count]
+        ctx.versions = [[t._version for t in own] for own in tensors]
         with _holding(terms, tensors) as means:
             ctx.numbers = _numbers(terms, means)
         return _combined(ctx.numbers, terms)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients with respect to the tensors as they were."""
-        terms, tensors = ctx.terms, ctx.tensors
-        start, spread = 0, set()
-        for posterior in terms.posteriors:
-            end = start + 1 + len(posterior.learnable())
-            check_versions(posterior, tensors[start:end], ctx.versions[start:end], "penalty and its")
-            spread |= {id(t) for t in tensors[start + 1 : end] if posterior.natural}
-            start = end
+        """Return the factors of the gradients, and those of the rest of the tensors as they were."""
+        terms, tensors, again = ctx.terms, ctx.tensors, torch.is_grad_enabled()
+        for posterior, own, versions in zip(terms.posteriors, tensors, ctx.versions, strict=True):
+            check_versions(posterior, own, versions, "penalty and its")
         with _holding(terms, tensors) as means:
-            with torch.no_grad():
-                found = _gradients(terms, means, grad, ctx.numbers)
-            if torch.is_grad_enabled():
-                value, wanted = _combined(_numbers(terms, means), terms), [t for t in tensors if t.requires_grad]
-                exact = torch.autograd.grad(value, wanted, grad.to(value), create_graph=True, allow_unused=True)
-                by_id = {id(t): g for t, g in zip(wanted, exact, strict=True)}
-                found = [g if id(t) in spread else by_id.get(id(t)) for t, g in zip(tensors, found, strict=True)]
-        return (None, *found)
+            numbers = _numbers(terms, means) if again else ctx.numbers
+            coef, pull = _factors(terms, grad, numbers)
+            rest = [(terms.posteriors[i], means[i]) for i in ctx.rest]
+            found = _apart(rest, *((coef, pull) if again else (host(coef), host(pull))))
+        both = torch.stack([coef, pull]) if ctx.handles else None
+        return (None,) * 4 + (*(h if both is None else both.to(h) for h in ctx.handles), *found)
 
 
-def _gradients(terms: Terms, means: Sequence[Tensor], grad: Tensor, numbers: Tensor) -> list[Tensor | None]:
-    """Return grad times the penalty's gradients, in closed form; natural steps take note of it."""
-    value = host(grad)
-    pull = value * terms.strength / (terms.floor + host(numbers[1])) if terms.strength else 0.0
+def _factors(terms: Terms, grad: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return grad times the factors of the energies and of |(m - theta0)/sigma|^2/2; natural steps take note of it."""
+    pull = grad * (terms.strength / terms.floor) / (numbers[1] + 1)
     natural = [p for p in getattr(terms.posteriors[0].reader, "posteriors", terms.posteriors) if p.natural]
     if natural:
-        size, (cost, power) = step_size(sum(p.shape.numel() for p in natural)), numbers[2:]
-        ratio = host(torch.where(power > 0, cost.clamp(min=0) / power, 0.0))  # 0 before anything was observed
-        for posterior in natural:
-            posterior.step = Step(terms.scale, value, ratio, size)
-    out: list[Tensor | None] = []
-    for posterior, mean in zip(terms.posteriors, means, strict=True):
-        coef, far = (f.to(mean.device) if isinstance(f, Tensor) else f for f in (value * terms.scale, pull))
+        with torch.no_grad():
+            size, (cost, power) = step_size(sum(p.shape.numel() for p in natural)), numbers[2:].to(grad)
+            inverse = torch.where(grad != 0, 1 / grad, 0.0)  # times 0 asks for no step
+            units = torch.stack([inverse, inverse * inverse])
+            ratio = torch.where(power > 0, cost.clamp(min=0) / power, 0.0)  # 0 before anything was observed
+            scalars = torch.stack([ratio * units[1] / terms.scale if terms.scale else 0 * ratio, size * grad])
+            steps: dict[torch.device, Step] = {}
+            for posterior in natural:
+                device = posterior.original.device
+                if device not in steps:
+                    own = scalars.to(device, wide(posterior.original))
+                    unit = size / terms.scale if terms.scale else 0.0
+                    steps[device] = Step(host(own[0]), host(own[1]), units.to(device, own.dtype), unit)
+                posterior.step = steps[device]
+    return grad * terms.scale, pull
+
+
+def _apart(rest: Sequence[tuple[Posterior, Tensor]], coef: Factor, pull: Factor) -> list[Tensor | None]:
+    """Return the penalty's gradients of posteriors whose samples do not carry them, those of many in one launch."""
+    found: list[Any] = [None] * len(rest)
+    rows = {}
+    for i, (posterior, mean) in enumerate(rest):
         own, layout = part_of(posterior), posterior.layout
-        found = own.energy_pull(mean if layout is None else own.original, coef, far if posterior.relative else 0.0)
-        out += found if layout is None else [None if g is None else layout.joined(g) for g in found]
-    return out
+        original = mean if layout is None else own.original
+        near = [f.to(original.device) if isinstance(f, Tensor) else f for f in (coef, pull)]
+        factors = near[0], near[1] if posterior.relative else 0.0
+        recipe = own.energy_pulling(original, *factors)
+        if recipe is not None and not torch.is_grad_enabled():
+            rows[i] = own, (original, *own.learnable()), None, recipe
+        elif recipe is not None and recipe.formula is None:
+            found[i] = (None,) * (1 + len(own.learnable()))
+        else:
+            found[i] = autograd_energy_pull(own, original, *factors, create_graph=torch.is_grad_enabled())
+    for i, values in zip(rows, gradients(list(rows.values())), strict=True):
+        found[i] = values
+    for i, (posterior, _) in enumerate(rest):
+        if posterior.layout is not None:
+            found[i] = [None if g is None else posterior.layout.joined(g) for g in found[i]]
+    return [g for own in found for g in own]
 
 
 # -- in compiled code: one operation, which no compiler looks into -----------------------------------------------------
+
+
+def _known(
+    numbers: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
+) -> tuple[Terms, list[tuple[Tensor, ...]]]:
+    """Return the penalty of posteriors that are known by number, and the tensors of each."""
+    terms, rest = Terms([known_by(p) for p in numbers], scale, strength, floor), iter(tensors)
+    return terms, [tuple(next(rest) for _ in _tensors(p)) for p in terms.posteriors]
 
 
 @torch.library.custom_op(
@@ -221,8 +280,8 @@ def _gradients(terms: Terms, means: Sequence[Tensor], grad: Tensor, numbers: Ten
 )
 def _penalty(posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]) -> Tensor:
     """Return the penalty of one model."""
-    terms = Terms([known_by(p) for p in posteriors], scale, strength, floor)
-    with torch.no_grad(), _holding(terms, tensors) as means:
+    terms, own = _known(posteriors, scale, strength, floor, tensors)
+    with torch.no_grad(), _holding(terms, own) as means:
         return _combined(_numbers(terms, means), terms).to(wide(tensors[0]))
 
 
@@ -240,9 +299,10 @@ def _penalty_gradients(
     grad: Tensor, posteriors: list[Tensor], scale: float, strength: float, floor: float, tensors: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of the penalty of one model."""
-    terms = Terms([known_by(p) for p in posteriors], scale, strength, floor)
-    with torch.no_grad(), _holding(terms, tensors) as means:
-        found = _gradients(terms, means, grad, _numbers(terms, means))
+    terms, own = _known(posteriors, scale, strength, floor, tensors)
+    with torch.no_grad(), _holding(terms, own) as means:
+        factors = _factors(terms, grad, _numbers(terms, means))
+        found = _apart(list(zip(terms.posteriors, means, strict=True)), *map(host, factors))
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 

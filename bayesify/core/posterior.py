@@ -4,28 +4,27 @@ A posterior is a parametrization: the model reads its weight, `forward` hands ou
 model was built with stays where it was, as the mean; what else the posterior keeps lives in this module.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bayesify.core import distributed as shards
-from bayesify.core.prior import Energy, Factor, Prior, evaluated, quadratic_pull, state_dtype, wide
+from bayesify.core.prior import Energy, Factor, Prior, evaluated, state_dtype, wide
+from bayesify.core.sampling import Found, Recipe, autograd_energy_pull, autograd_pullback, draw_all, gradients
 from bayesify.core.stored import CENTER, Stored
 from bayesify.engine import noise as noises
-from bayesify.engine.dispatch import run
 from bayesify.engine.writing import Formula
 
 
 class Step(NamedTuple):
     """What a backward pass of the penalty says to those of the samples, for natural steps of the spread."""
 
-    kappa: float  # the factor of the energy in the penalty
-    grad: Factor  # what the penalty was multiplied by, as the loss is: 1, or the scale of a GradScaler
-    ratio: Factor  # r, of the running sums of all the model's weights, for gradients of a loss that is multiplied by 1
-    size: float  # the factor of the spread's gradients
+    factor: Factor  # r/kappa, for gradients of a loss that is multiplied as the penalty was, perhaps by a GradScaler
+    scale: Factor  # the factor of the steps: `step_size`, times what the penalty was multiplied by
+    units: Tensor  # the factors of the two running sums
+    unit: float  # `step_size` over kappa, the factor of the energy in the penalty
 
 
 class Posterior(Stored):
@@ -175,15 +174,7 @@ class Posterior(Stored):
 
     def draw(self, mean: Tensor, seed: Any) -> Tensor:
         """Compute `theta` of a draw where no gradient is wanted."""
-        given = self.drawing(mean)
-        if given is None:
-            return self.theta(mean, self.noise_of(seed))
-        formula, inputs = given
-        theta = torch.empty_like(mean, requires_grad=False)
-        run(formula, self.stream(seed), inputs, (theta,), p_drop=self.p_drop)
-        if self.fixed_row is not None:
-            theta[self.fixed_row] = inputs[0][self.fixed_row]
-        return theta
+        return draw_all([self], [mean], seed)[0]
 
     def core(self, mean: Tensor) -> Tensor:
         """Return what a calibrated spread is taken around: theta without its noise."""
@@ -218,14 +209,26 @@ class Posterior(Stored):
 
     @property
     def pulls_by_hand(self) -> bool:
-        """Whether a subclass gives `pullback`, and does not leave it to autograd."""
-        return type(self).pullback is not Posterior.pullback
+        """Whether a subclass gives `pulling`, and does not leave the gradients to autograd."""
+        return type(self).pulling is not Posterior.pulling
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def pulling(self, mean: Tensor, seed: int, grad: Tensor) -> Recipe | None:
+        """Return the formula of `pullback`, or None where it is autograd's."""
+        return None
+
+    @torch.no_grad()
+    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> Found:
         """Return the gradients of `<grad, theta>`, of a draw, with respect to the mean and `learnable()`."""
-        return autograd_pullback(self, mean, seed, grad, create_graph=False)
+        recipe = self.pulling(mean, seed, grad)
+        if recipe is None:
+            return autograd_pullback(self, mean, seed, grad, create_graph=False)
+        return gradients([(self, (mean, *self.learnable()), recipe, None)])[0]
 
-    def calibrated_pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @classmethod
+    def observe(cls, posteriors: Sequence["Posterior"], sums: Tensor) -> None:
+        """Take note of what the formulas of `pulling` sum up, a row for each posterior."""
+
+    def calibrated_pullback(self, mean: Tensor, seed: int, grad: Tensor) -> Found:
         """Pull back through core + f (theta - core): (1 - f) of it through the core, which moves as the mean."""
         f = self.calibration
         if f == 1:
@@ -248,91 +251,17 @@ class Posterior(Stored):
             raise NotImplementedError
         return evaluated(terms)
 
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+    def energy_pulling(self, mean: Tensor, coef: Factor, pull: Factor) -> Recipe | None:
+        """Return the formula of `energy_pull`, or None where it is autograd's."""
+        return Recipe() if self.flat else None
+
+    @torch.no_grad()
+    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> Found:
         """Return the gradients of `coef * energy + pull/2 |(m - theta0)/sigma|^2`, as `pullback` does.
 
         The second term is that of a prior whose scale is unknown (`bayesify.core.penalty`).
         """
-        with torch.enable_grad():
-            energy = self.energy(mean, 1.0)
-            first, *others = _gradients(energy, [mean, *self.learnable()], torch.full_like(energy, coef))  # type: ignore[arg-type]
-        away = quadratic_pull(mean, self, pull / self.prior_sig**2) if pull else None
-        return (first if away is None else away if first is None else first + away, *others)
-
-
-def _gradients(
-    value: Tensor, tensors: Sequence[Tensor], grad: Tensor, *, create_graph: bool = False
-) -> tuple[Tensor | None, ...]:
-    """Return <grad, value>'s gradients; None for tensors that need none."""
-    wanted = [t for t in tensors if t.requires_grad]
-    found = torch.autograd.grad([value], wanted, [grad], create_graph=create_graph, allow_unused=True)
-    by_id = {id(t): g for t, g in zip(wanted, found, strict=True)}
-    return tuple(by_id.get(id(t)) for t in tensors)
-
-
-def autograd_pullback(
-    posterior: Posterior, mean: Tensor, seed: int, grad: Tensor, *, create_graph: bool
-) -> tuple[Tensor | None, ...]:
-    """Compute `Posterior.pullback` by autograd: always right, twice differentiable, slower."""
-    with torch.enable_grad():
-        theta = posterior.calibrated(mean, posterior.theta(mean, posterior.noise_of(seed)))
-        grads = _gradients(theta, [mean, *posterior.learnable()], grad, create_graph=create_graph)
-    if create_graph and posterior.natural:  # natural steps of the spread, which are no gradient
-        with torch.no_grad():
-            grads = (grads[0], *posterior.calibrated_pullback(mean, seed, grad)[1:])
-    return grads
-
-
-class Sampled(torch.autograd.Function):
-    """The autograd node of a sample.
-
-    The noise is not kept: backward makes it again from the seed. What backward needs is kept outside autograd's saved
-    tensors, since activation checkpointing must not count it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, posterior: Posterior, seed: int, *tensors: Tensor) -> Tensor:
-        """Return theta of the seed."""
-        ctx.set_materialize_grads(False)
-        ctx.posterior, ctx.seed, ctx.tensors = posterior, seed, tensors
-        ctx.versions = [t._version for t in tensors]
-        return posterior.drawn(tensors[0], seed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients with respect to the mean and what else is learnable."""
-        posterior, (mean, *_) = ctx.posterior, ctx.tensors
-        if grad is None:
-            return (None, None, *(None for _ in ctx.tensors))
-        check_versions(posterior, ctx.tensors, ctx.versions, "the forward pass and its")
-        if posterior.layout is not None:
-            return (None, None, *shards.pulled(posterior, mean, ctx.seed, grad))
-        with holding(posterior, ctx.tensors[1:]):
-            if torch.is_grad_enabled():
-                return (None, None, *autograd_pullback(posterior, mean, ctx.seed, grad, create_graph=True))
-            return (None, None, *posterior.calibrated_pullback(mean, ctx.seed, grad))
-
-
-def check_versions(posterior: Posterior, tensors: Sequence[Tensor], versions: Sequence[int], between: str) -> None:
-    """Raise if a backward pass comes after a change of the posterior that it would need."""
-    if [t._version for t in tensors] != list(versions):
-        raise RuntimeError(
-            f"the posterior of {posterior.name!r} was modified between {between} backward pass; call optimizer.step() "
-            "(or load) only after backward()"
-        )
-
-
-@contextmanager
-def holding(posterior: Posterior, learned: tuple[Tensor, ...]) -> Iterator[None]:
-    """Give a posterior the tensors of its forward, which torch.func.functional_call has taken away again since."""
-    own = posterior.learnable()
-    if all(a is b for a, b in zip(own, learned, strict=True)):
-        yield
-        return
-    put = {id(a): b for a, b in zip(own, learned, strict=True)}
-    kept = dict(posterior._parameters)
-    posterior._parameters.update({n: put.get(id(p), p) for n, p in kept.items()})  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        posterior._parameters.update(kept)
+        recipe = self.energy_pulling(mean, coef, pull)
+        if recipe is None:
+            return autograd_energy_pull(self, mean, coef, pull)
+        return gradients([(self, (mean, *self.learnable()), None, recipe)])[0]

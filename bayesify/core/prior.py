@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesify.engine.dispatch import Job, run, run_all, transformed
+from bayesify.engine.dispatch import Job, run_all, transformed
 from bayesify.engine.writing import Formula, several
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -158,9 +158,9 @@ def squares(m: Any, m0: Any, factor: Any) -> Any:
     return away * away
 
 
-def pulled(m: Any, m0: Any, factor: Any) -> Any:
-    """Return factor (m - theta0)."""
-    return factor * (m - m0)
+def pulled(m: Any, m0: Any, coef: Any, pull: Any, precision: Any, inverse: Any) -> Any:
+    """Return (coef precision + pull/sigma^2) (m - theta0)."""
+    return (coef * precision + pull * inverse) * (m - m0)
 
 
 def quadratic_terms(mean: Tensor, posterior: Posterior, precision: float, scale: float) -> Energy:
@@ -168,12 +168,3 @@ def quadratic_terms(mean: Tensor, posterior: Posterior, precision: float, scale:
     factor = math.sqrt(scale) * math.sqrt(precision / 2)
     inputs = (*scaled((mean, posterior.center), factor), factor)
     return Energy((Part(squares, inputs, (1.0,)),), unit=1 / factor if factor else math.inf)
-
-
-def quadratic_pull(mean: Tensor, posterior: Posterior, factor: Factor) -> Tensor | None:
-    """Return factor (m - theta0), or None under a flat prior."""
-    if posterior.flat:
-        return None
-    out = torch.empty_like(mean, requires_grad=False)
-    run(pulled, None, (*scaled((mean.detach(), posterior.center), factor), factor), (out,))
-    return out

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bayesify.core.compiled import graph, numbered, training_seed_of
 from bayesify.core.distributed import Remaking, check_whole, follow_at_work, mean_of, shards_itself, whole
-from bayesify.core.draws import Draw, graph, numbered, training_seed_of
 from bayesify.core.method import Method
 from bayesify.core.modes import BY_TRAINING_FLAG, REMEMBERED_FORWARDS, Buffers, Mode, Past, Record, block_of, node_count
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import agree, shared_seed, training_seed
-from bayesify.engine.dispatch import transformed
+from bayesify.core.sampling import Draw, Samples
+from bayesify.engine.dispatch import groups, transformed
 
 OURS = (parametrize.ParametrizationList, Posterior)  # no modules of the model's own
 FORWARD = 8  # calls between a line that calls a model and a warning in its forward: hooks, and torch's own
@@ -47,6 +48,7 @@ class Frame:
         self.graph = graph  # the one that it began in, in compiled code
         self.stack: list[nn.Module] = []  # the modules that run
         self.thetas: dict[Any, Tensor] = {}  # what was read, by posterior; in a graph by name and need of a gradient
+        self.nodes: list[tuple[Samples, Tensor]] = []  # autograd's, of what was drawn, with their handles
         self.remaking: Remaking | None = None
 
     def close(self) -> None:
@@ -61,6 +63,7 @@ class Now:
 
     def __init__(self) -> None:
         self.frame: Frame | None = None  # the forward that runs
+        self.nodes: list[tuple[Samples, Tensor]] = []  # of the last forward outside of backward passes
         self.past: deque[Record] = deque(maxlen=REMEMBERED_FORWARDS)
         self.mode: Mode | None = None  # of a block inside compiled code
         self.watched: Collection[Posterior] = ()  # by a prediction that asks what a module depends on
@@ -179,6 +182,8 @@ class Scope:
         if not frame.stack:
             frame.close()
             self.now.frame = None
+            if torch._C._current_autograd_node() is None:
+                self.now.nodes = frame.nodes
             forget_weights(self.recurrent)
             self._past.remember(self.now.past, Record.of(frame.mode, frame.start, module))
 
@@ -207,9 +212,13 @@ class Scope:
         frame = Frame(mode, start)
         if mode.draw is not None and not isinstance(module, Posterior) and not transformed():
             # An accelerator draws all at once. On a CPU a read draws its own tensor, which is then in the cache.
-            drawn = (p for p in inside if p.layout is None and p.original.device.type not in ("cpu", "meta"))
-            here = [p for p in drawn if self._draws(mode, p) and not p.particles]
-            frame.thetas.update({p: mode.draw.theta(p, p.original) for p in here})
+            here: dict[torch.device, list[Posterior]] = {}
+            for p in inside:
+                if groups(p.original.device) and p.layout is None and self._draws(mode, p) and not p.particles:
+                    here.setdefault(p.original.device, []).append(p)
+            for some in here.values():
+                thetas = mode.draw.thetas(some, [p.original for p in some], frame.nodes)
+                frame.thetas.update(zip(some, thetas, strict=True))
         return frame
 
     def _begin_compiled(self, module: nn.Module) -> Frame:
@@ -323,7 +332,7 @@ class Scope:
         if theta is None or not (theta.requires_grad or _no_grad_wanted(posterior, original)):
             if posterior.layout is not None:
                 check_whole(posterior, original)
-            theta = frame.thetas[posterior] = draw.theta(posterior, original)
+            theta = frame.thetas[posterior] = draw.theta(posterior, original, frame.nodes)
             if frame.remaking is not None and theta is not original:
                 frame.remaking.add(posterior, draw.seed, theta)
         return theta

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from bayesify.core.distributed import follow, part, rest
-from bayesify.core.draws import Draw
+from bayesify.core.sampling import Draw
 from bayesify.core.modes import MEAN, PRIOR, Mode, TracedBlock, block_of, one_draw, override
 from bayesify.core.posterior import Posterior
-from bayesify.core.prior import RATE, step_size, wide
+from bayesify.core.prior import RATE, step_size
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
 
@@ -373,7 +373,7 @@ def _tensors(scope: Scope) -> Iterator[tuple[str, Tensor]]:
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor that is not finite; where all are, a device is waited for once."""
     parts = [(name, part(t)) for name, t in tensors if t.is_floating_point()]
-    sums = [t.sum(dtype=wide(t)) for _, t in parts]
-    if not sums or bool(torch.stack([s.to(sums[0]) for s in sums]).isfinite().all()):
+    norms = torch._foreach_norm([t for _, t in parts]) if parts else ()  # a launch for all, unlike `isfinite`
+    if not norms or bool(torch.stack([n.to(norms[0]) for n in norms]).isfinite().all()):
         return None
     return next((name for name, t in parts if not bool(t.isfinite().all())), None)

@@ -9,7 +9,8 @@ buffers of the weights' size to every process at every forward.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -324,3 +325,19 @@ def check_state_dict(root: nn.Module, state_dict: dict[str, Any], prefix: str, *
         key = f"{prefix}{paths.get(id(posterior), '')}.{EXTRA}"
         if key in state_dict:
             posterior.checked_extra_state(state_dict[key])
+
+
+@contextmanager
+def holding(posterior: Any, learned: Sequence[Tensor]) -> Iterator[None]:
+    """Give a posterior the tensors of its forward, which torch.func.functional_call has taken away again since."""
+    own = posterior.learnable()
+    if all(a is b for a, b in zip(own, learned, strict=True)):
+        yield
+        return
+    put = {id(a): b for a, b in zip(own, learned, strict=True)}
+    kept = dict(posterior._parameters)
+    posterior._parameters.update({n: put.get(id(p), p) for n, p in kept.items()})
+    try:
+        yield
+    finally:
+        posterior._parameters.update(kept)

@@ -133,6 +133,11 @@ def chosen(device: str) -> str:
     return forced
 
 
+def groups(device: torch.device) -> bool:
+    """Return whether jobs on a device are better run together, since each takes a launch."""
+    return chosen(device.type) == "triton"
+
+
 def _engine(job: Job) -> ModuleType | None:
     """Return the engine that can do a job on plain contiguous tensors of one device; None is torch's operations."""
     tensors = [t for t in (*job.inputs, *job.outputs) if isinstance(t, Tensor)]

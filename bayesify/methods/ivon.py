@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesify.core.distributed import on_shard, over_processes, part, part_of
-from bayesify.core.draws import Draw
 from bayesify.core.method import Tempered, gaussian
 from bayesify.core.penalty import pull_of
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Energy, Factor, Part, Prior, has_moved, host, scaled, squares, state_dtype
 from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
+from bayesify.core.sampling import Draw, Recipe
 from bayesify.core.stored import Kept
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
@@ -143,13 +143,13 @@ class IVONPosterior(Posterior):
         constant = scale * count * (math.log(self.prior_sig * math.sqrt(strength)) - 0.5)
         return Energy(tuple(parts), constant, self.prior_sig)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def pulling(self, mean: Tensor, seed: int, grad: Tensor) -> Recipe:
         """Return the gradient at theta, as it is."""
-        return (grad,)
+        return Recipe(inputs=(grad,), passes=True)
 
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+    def energy_pulling(self, mean: Tensor, coef: Factor, pull: Factor) -> Recipe:
         """Return nothing: the optimizer's step has the prior."""
-        return (None,)
+        return Recipe()
 
 
 def draw(eps: Any, m: Any, h: Any, strength: Any, delta: Any) -> Any:

@@ -11,7 +11,7 @@ from bayesify.core.distributed import part_of
 from bayesify.core.method import QuadraticPosterior, Tempered
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior
-from bayesify.engine.dispatch import run
+from bayesify.core.sampling import Recipe
 from bayesify.engine.noise import Stream
 from bayesify.engine.writing import Formula
 
@@ -103,15 +103,11 @@ class DropoutPosterior(QuadraticPosterior):
         """Return z m + (1-z) theta0."""
         return choice, (mean, self.center)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def pulling(self, mean: Tensor, seed: int, grad: Tensor) -> Recipe:
         """Return grad * z."""
         if not self.random:
-            return (grad,)
-        out = torch.empty_like(grad)
-        run(masked, self.stream(seed), (grad,), (out,), p_drop=self.p_drop)
-        if self.fixed_row is not None:
-            out[self.fixed_row] = grad[self.fixed_row]
-        return (out,)
+            return super().pulling(mean, seed, grad)
+        return Recipe(masked, (grad,), (0,), stream=self.stream(seed), p_drop=self.p_drop)
 
 
 def choice(keep: Any, m: Any, m0: Any) -> Any:

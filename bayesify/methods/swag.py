@@ -179,6 +179,9 @@ class SWAGPosterior(CollectedPosterior):
             total.addcmul_(away, away, value=0.5 / (len(self.iterates) - 1))
         return total.sqrt_()
 
+    def drawing(self, mean: Tensor) -> None:
+        """Return nothing: a draw is no formula of single elements."""
+
     def noise_of(self, seed: int) -> Tensor:
         """Return theta - mu of a draw: (sqrt(diag) eps1 + D eps2/sqrt(K-1))/sqrt(2)."""
         stream = self.stream(seed)
@@ -194,10 +197,6 @@ class SWAGPosterior(CollectedPosterior):
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return mu + noise; its gradient passes to the parameter as it is."""
         return (self.mean_theta(mean).to(noise.dtype) + noise).to(mean.dtype)
-
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta`."""
-        return self.theta(mean, self.noise_of(seed))
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise unless these tensors can be moments and iterates of one path."""

@@ -2,9 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from bayesify.core.distributed import part
 from bayesify.core.method import Tempered
-from bayesify.core.posterior import Posterior
+from bayesify.core.posterior import Posterior, Step
 from bayesify.core.prior import Energy, Factor, Part, Prior, has_moved, scaled, squares, state_dtype
-from bayesify.engine.dispatch import run
+from bayesify.core.sampling import Recipe
 from bayesify.engine.writing import Formula
 
 CLAMP_MIN = 1e-8
@@ -161,50 +161,34 @@ class VIPosterior(Posterior):
             parts.append(Part(link.spread, (*scaled((row,), inverse), inverse), (-scale / 2, scale)))
         return Energy(tuple(parts), scale * count * (math.log(self.prior_sig) - 0.5), self.prior_sig)
 
-    def pullback(self, mean: Tensor, seed: int, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients for m, which is grad, and rho: grad * eps * ds/drho, or a natural step."""
-        out = torch.empty_like(self.rho, requires_grad=False)
+    def pulling(self, mean: Tensor, seed: int, grad: Tensor) -> Recipe:
+        """Return the gradients for m, grad, and rho: grad * eps * ds/drho, or h s^2/kappa as a natural step."""
+        link, stream = LINKS[self.link], self.stream(seed)
         if self.natural and self.step is not None:
-            self._natural_step(seed, grad, out)
-        else:
-            run(LINKS[self.link].pull, self.stream(seed), (grad, self.rho.detach()), (out,))
-        if self.fixed_row is not None:
-            out[self.fixed_row] = 0
-        return grad, out
+            inputs = (grad, self.rho, self.step.factor, self.step.scale)
+            return Recipe(link.natural, inputs, (1,), passes=True, stream=stream)
+        return Recipe(link.pull, (grad, self.rho), (1,), passes=True, stream=stream)
 
-    def _natural_step(self, seed: int, grad: Tensor, out: Tensor) -> None:
-        """Write h s^2/kappa times the step size, in units of rho, and add g eps s to the running means if finite."""
-        step, before = self.step, self.observed
-        assert step is not None
-        assert before is not None
-        inverse = 1 / step.grad if isinstance(step.grad, Tensor) or step.grad else 0.0  # times 0 asks for no step
-        factor = step.ratio * inverse * inverse / step.kappa if step.kappa else 0.0
-        inputs = (grad, self.rho.detach(), factor, step.size * step.grad)
-        stream, row, formula = self.stream(seed), self.fixed_row, LINKS[self.link].natural
-        seen: Any = run(formula, stream, inputs, (out,))
-        if row is not None:  # has no noise
-            cut = [x[row] if isinstance(x, Tensor) and x.dim() else x for x in inputs]
-            stream = stream._replace(shape=self.shape[1:], start=self.start + row * self.shape[1:].numel())
-            seen = seen - run(formula, stream, cut, (torch.empty_like(out[row]),))
-        sums = torch.stack([seen[0] * inverse, seen[1] * (inverse * inverse)]).to(before)
-        before.copy_(torch.where(sums.isfinite().all(), torch.lerp(before, sums, MEMORY), before))
+    @classmethod
+    def observe(cls, posteriors: Sequence[Posterior], sums: Tensor) -> None:
+        """Add g eps s and its square to the running means, where they are finite."""
+        known = [p.observed for p in posteriors if p.observed is not None]
+        before, units = torch.stack(known), cast(Step, posteriors[0].step).units
+        seen = (sums * units.to(sums)).to(before)
+        finite = seen.isfinite().all(1, keepdim=True)
+        torch._foreach_copy_(known, list(torch.where(finite, torch.lerp(before, seen, MEMORY), before).unbind()))
 
-    def energy_pull(self, mean: Tensor, coef: Factor, pull: Factor) -> tuple[Tensor | None, ...]:
+    def energy_pulling(self, mean: Tensor, coef: Factor, pull: Factor) -> Recipe:
         """Return the gradients for m, (coef + pull) (m - theta0)/sigma^2, and rho, coef (s/sigma^2 - 1/s) ds/drho.
 
         With natural steps the latter is multiplied by size/kappa (d rho/d log s)^2.
         """
         if self.flat:
-            return None, None
-        link = LINKS[self.link]
-        scale = coef if self.step is None else self.step.size * coef / self.step.kappa if self.step.kappa else 0.0
-        factors = (coef + pull) * self.precision, scale * self.precision, scale
-        outs = tuple(torch.empty_like(t, requires_grad=False) for t in (mean, self.rho))
-        inputs = scaled((mean.detach(), self.rho.detach(), self.center), *factors)
-        run(link.natural_energy if self.natural else link.energy, None, (*inputs, *factors), outs)
-        if self.fixed_row is not None:
-            outs[1][self.fixed_row] = 0
-        return outs
+            return Recipe()
+        link, unit, precision = LINKS[self.link], 1.0 if self.step is None else self.step.unit, self.precision
+        far = () if isinstance(coef, Tensor) else ((coef + pull) * precision, coef * unit * precision, coef * unit)
+        inputs = (*scaled((mean, self.rho, self.center), *far), coef, pull, precision, unit)
+        return Recipe(link.natural_energy if self.natural else link.energy, inputs, (0, 1))
 
 
 # -- links and their formulas ------------------------------------------------------------------------------------------
@@ -247,13 +231,13 @@ def _link(
         noise = each * eps
         return scale * torch.clamp(factor * (each * each), max=LARGEST) * (s / slope(rho, s)), noise, noise * noise
 
-    def energy(m: Any, rho: Any, m0: Any, first: Any, second: Any, third: Any) -> Any:
-        s = std(rho)
-        return first * (m - m0), (second * s - third / s) * slope(rho, s)
+    def energy(m: Any, rho: Any, m0: Any, coef: Any, pull: Any, precision: Any, unit: Any) -> Any:
+        s, scale = std(rho), coef * unit
+        return (coef + pull) * precision * (m - m0), (scale * precision * s - scale / s) * slope(rho, s)
 
-    def natural_energy(m: Any, rho: Any, m0: Any, first: Any, second: Any, third: Any) -> Any:
-        s = std(rho)
-        return first * (m - m0), (second * s * s - third) * (s / slope(rho, s))
+    def natural_energy(m: Any, rho: Any, m0: Any, coef: Any, pull: Any, precision: Any, unit: Any) -> Any:
+        s, scale = std(rho), coef * unit
+        return (coef + pull) * precision * (m - m0), (scale * precision * s * s - scale) * (s / slope(rho, s))
 
     def spread(rho: Any, precision: Any) -> Any:
         s = std(rho)

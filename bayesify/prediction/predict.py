@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from bayesify.core.draws import Draw
 from bayesify.core.mixture import member_scopes
 from bayesify.core.modes import MEAN, Mode, override
 from bayesify.core.penalty import noise_in
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
+from bayesify.core.sampling import Draw
 from bayesify.core.scopes import check_averaged, check_module, not_finite, plain_name, scopes_of, warn_of_mistakes
 from bayesify.prediction.averages import TALLIES, AnyPredictive, ClassificationTally, gathered, mixed
 from bayesify.prediction.batches import (

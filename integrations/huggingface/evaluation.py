@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesify.core.draws import Draw
 from bayesify.core.mixture import member_count, member_scopes
 from bayesify.core.modes import MEAN, Mode, override
 from bayesify.core.prior import wide
 from bayesify.core.ranks import draw_seeds
+from bayesify.core.sampling import Draw
 from bayesify.core.scopes import scopes_of
 from bayesify.prediction.batches import IGNORED
 from bayesify.prediction.gaussian import GaussianLogits

@@ -1,6 +1,6 @@
 """The page about GPUs: what `bayesify check` measures on one, and what a training step counts without one.
 
-Counts need no GPU: kernels of ours are counted and not run, on tensors of a CPU that are taken for a GPU's. Every
+Counts need no GPU: kernels of ours are counted, and computed by torch, on tensors of a CPU that are taken for a GPU's. Every
 operation of torch and every kernel is a launch, and reads and writes the tensors that it is given. Waiting for a number
 is counted on tensors that claim another device.
 """
@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from bayesify import IVON, SGLD, bayesify, penalty, predict
@@ -53,7 +54,7 @@ def counted(method: str | None, layers: int, device: str = "cpu") -> dict[str, B
     if method in OPTIMIZERS:
         optimizer = OPTIMIZERS[method](model, 1e-4, num_data=100)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, foreach=True)
     for _ in range(3):
         optimizer.zero_grad()
         counts = {part: Bytes() for part in PARTS}
@@ -65,9 +66,6 @@ def counted(method: str | None, layers: int, device: str = "cpu") -> dict[str, B
             loss.backward()
         with counts["optimizer"]:
             optimizer.step()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()  # what was not computed may be no number
     with counts["predict"]:
         predict(model, x, 0 if method in (None, "vanilla", "sgld") else 2, seed=0)
     return counts
@@ -77,14 +75,33 @@ def as_on_a_gpu(method: str | None, layers: int) -> dict[str, Bytes]:
     """Return the counts with the kernels of a GPU, which are not run."""
     from bayesify.engine import gpu
 
-    def launch(kernel, grid, arguments, seed, p_drop, totals) -> None:
-        if totals.dtype == torch.float64:
-            totals.numpy()[:] = 0
+    alone, together = gpu.run, gpu.run_all
+
+    def computed(formula, stream, inputs, outputs, p_drop):
+        with _disable_current_modes():
+            return dispatch._run_by_torch(dispatch.Job(formula, stream, inputs, outputs, p_drop))
+
+    def run(formula, stream, inputs, outputs, size, p_drop):
+        alone(formula, stream, inputs, outputs, size, p_drop)
+        return computed(formula, stream, inputs, outputs, p_drop)
+
+    def run_all(formula, p_drop, rows):
+        together(formula, p_drop, rows)
+        found = []
+        for given, stream, _ in rows:
+            arrays, numbers = iter(given.arrays), iter(given.numbers)
+            inputs = [next(numbers if kind == "number" or kind[0] == "&" else arrays) for kind in given.kinds]
+            outputs = [inputs[kind] if isinstance(kind, int) else next(arrays) for kind in given.targets]
+            found.append(computed(formula, stream, inputs, outputs, p_drop))
+        with _disable_current_modes():
+            return None if found[0] is None else torch.stack(found)
 
     with (
         mock.patch.object(dispatch, "chosen", return_value="triton"),
         mock.patch.object(dispatch, "ready", return_value=gpu),
-        mock.patch.object(gpu, "_launch", launch),
+        mock.patch.object(gpu, "_launch", lambda *given: None),
+        mock.patch.object(gpu, "run", run),
+        mock.patch.object(gpu, "run_all", run_all),
     ):
         return counted(method, layers)
 

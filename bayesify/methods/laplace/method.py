@@ -20,6 +20,7 @@ from bayesify.core.prior import Prior, state_dtype, wide
 from bayesify.core.reading import Scope
 from bayesify.core.stored import Kept
 from bayesify.engine.noise import Stream, name_key
+from bayesify.engine.writing import Formula
 from bayesify.prediction.gaussian import GaussianLogits, Spread
 from bayesify.prediction.likelihoods import Regression
 
@@ -317,9 +318,9 @@ class LaplacePosterior(MomentsPosterior):
         shape = torch.Size((len(kron.left_values), len(kron.right_values)))
         return stream._replace(key=key, shape=shape, dtype=kron.left_values.dtype)
 
-    def draw(self, mean: Tensor, seed: int) -> Tensor:
-        """Compute `theta`."""
-        return super().draw(mean, seed) if self.kron is None else self.theta(mean, self.noise_of(seed))
+    def drawing(self, mean: Tensor) -> tuple[Formula, tuple[Any, ...]] | None:
+        """Return the formula of a diagonal covariance; that of Kronecker factors is no formula of single elements."""
+        return super().drawing(mean) if self.kron is None else None
 
     def theta(self, mean: Tensor, noise: Tensor) -> Tensor:
         """Return mean + sqrt(v) * eps, in the eigenbases where there are some; the gradient passes to the mean."""

@@ -1,8 +1,8 @@
-"""One theta of a model, and what of it compiled code leaves to operations that no compiler looks into.
+"""What compiled code leaves to operations that no compiler looks into.
 
-In compiled code the seed of a forward comes from its scope when the code runs. In a CPU's memory a draw is one
-operation, and so is its gradient: the loops of eager mode, which no compiler finds by itself. Scopes and posteriors are
-known there by numbers that are tensors, so that one graph serves equal models, equal blocks and all draws.
+The seed of a forward comes from its scope when the code runs. In a CPU's memory a draw is one operation, and so is its
+gradient: the loops of eager mode, which no compiler finds by itself. Scopes and posteriors are known there by numbers
+that are tensors, so that one graph serves equal models, equal blocks and all draws.
 """
 
 import itertools
@@ -13,59 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesify.core.posterior import Posterior, Sampled, holding
 from bayesify.core.ranks import draw_seeds
+from bayesify.core.stored import holding
 from bayesify.engine import noise as noises
-from bayesify.engine.dispatch import functional, transformed
+from bayesify.engine.dispatch import functional
 
-
-class Draw:
-    """One theta of the whole model, given by its seed."""
-
-    def __init__(self, seed: Any, *, pinned: bool = False, fresh: bool = False, keep: bool = False) -> None:
-        self.seed = seed  # in compiled code a tensor
-        self.traced = seed if isinstance(seed, Tensor) else torch.tensor(noises.signed(seed))  # so one graph serves all
-        self.pinned = pinned  # outlives a forward, as in a `sample` block
-        self.fresh = fresh  # the forward that reads it took the seed from the global generator
-        self.keep = keep  # keeps thetas without gradient; whoever asks for it knows that no weight changes meanwhile
-        self.agreed = False
-        self.kept: dict[Posterior, Tensor] = {}
-        self.parts: dict[int, Draw] = {}
-
-    def part(self, i: int) -> "Draw":
-        """Return the draw for the i-th of several models: parameters of one name need noise of their own."""
-        if not i:
-            return self
-        return self.parts.setdefault(i, Draw(noises.mix(self.seed, i), pinned=self.pinned, keep=self.keep))
-
-    def forget(self) -> None:
-        """Drop the thetas that were kept."""
-        self.kept.clear()
-        self.parts.clear()
-
-    def theta(self, posterior: Posterior, original: Tensor) -> Tensor:
-        """Return this draw's theta of one posterior."""
-        tensors = (original, *posterior.learnable())
-        if transformed():
-            compiling = torch.compiler.is_compiling()
-            if compiling and in_one_operation(posterior, original):
-                drawn: Tensor = draw(posterior._number, self.traced, list(tensors))
-                return drawn
-            seed: Any = self.traced if compiling else self.seed
-            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed)))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            theta: Tensor = Sampled.apply(posterior, self.seed, *tensors)
-            return theta
-        kept = self.kept.get(posterior)
-        if kept is None:
-            with torch.no_grad():
-                kept = posterior.drawn(original, self.seed)
-            if self.keep and posterior.layout is None:  # a sharded model is one that does not fit into memory
-                self.kept[posterior] = kept
-        return kept
-
-
-# -- compiled code -----------------------------------------------------------------------------------------------------
+Posterior = Any  # bayesify.core.posterior.Posterior, which imports this file
 
 _counter = itertools.count()
 _numbered: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
