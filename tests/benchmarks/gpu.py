@@ -1,8 +1,8 @@
 """The page about GPUs: what `bayesify check` measures on one, and what a training step counts without one.
 
-Counts need no GPU: kernels of ours are counted, and computed by torch, on tensors of a CPU that are taken for a GPU's. Every
-operation of torch and every kernel is a launch, and reads and writes the tensors that it is given. Waiting for a number
-is counted on tensors that claim another device.
+Counts need no GPU: kernels of ours are counted, and computed by torch, on tensors of a CPU that are taken for a GPU's.
+Every operation of torch and every kernel is a launch, and reads and writes the tensors that it is given. Waiting for a
+number is counted on tensors that claim another device.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from bayesify import IVON, SGLD, bayesify, penalty, predict
+from bayesify import IVON, SGLD, bayesify, param_groups, penalty, predict
 from bayesify.cli.check import METHODS, Counting, check, shown
 from bayesify.engine import dispatch
 
@@ -54,7 +54,8 @@ def counted(method: str | None, layers: int, device: str = "cpu") -> dict[str, B
     if method in OPTIMIZERS:
         optimizer = OPTIMIZERS[method](model, 1e-4, num_data=100)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, foreach=True)
+        groups = model.parameters() if method is None else param_groups(model, 1e-2)
+        optimizer = torch.optim.SGD(groups, 1e-2, momentum=0.9, foreach=True)
     for _ in range(3):
         optimizer.zero_grad()
         counts = {part: Bytes() for part in PARTS}
@@ -99,7 +100,7 @@ def as_on_a_gpu(method: str | None, layers: int) -> dict[str, Bytes]:
     with (
         mock.patch.object(dispatch, "chosen", return_value="triton"),
         mock.patch.object(dispatch, "ready", return_value=gpu),
-        mock.patch.object(gpu, "_launch", lambda *given: None),
+        mock.patch.object(gpu, "_launch"),
         mock.patch.object(gpu, "run", run),
         mock.patch.object(gpu, "run_all", run_all),
     ):
