@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bayesify.core import distributed as shards
 from bayesify.core.compiled import draw, in_one_operation
-from bayesify.core.prior import host
+from bayesify.core.prior import host, wide
 from bayesify.core.stored import holding
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all, transformed
@@ -82,7 +82,8 @@ class Draw:
                 drawn: Tensor = draw(posterior._number, self.traced, list(tensors))
                 return drawn
             seed: Any = self.traced if compiling else self.seed
-            return posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed)))
+            plain: Tensor = posterior.calibrated(original, posterior.theta(original, posterior.noise_of(seed)))
+            return plain
         return self.thetas([posterior], [original], [] if nodes is None else nodes)[0]
 
     def thetas(

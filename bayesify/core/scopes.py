@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from bayesify.core.distributed import follow, part, rest
-from bayesify.core.sampling import Draw
 from bayesify.core.modes import MEAN, PRIOR, Mode, TracedBlock, block_of, one_draw, override
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import RATE, step_size
 from bayesify.core.ranks import draw_seeds, is_whole
 from bayesify.core.reading import Scope
+from bayesify.core.sampling import Draw
 
 NOISE = "bayesify_noise"  # the module in a regression model that learns its noise (`bayesify.core.penalty`)
 

@@ -16,7 +16,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "core/draws.py",
+        "core/sampling.py",
         "test_blocks.py",
         (
             "models of one name share their noise",
