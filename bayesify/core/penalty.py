@@ -153,10 +153,10 @@ def _on_device(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
             [w for p, unit in found for w in (unit, *(0.0 for _ in p.weights[1:]))],
         ]
         flat = sums([p for p, _ in found]).flatten()
-        start = _sent((constant, 0.0), flat.dtype, first.device) if total is None else total
-        total = torch.addmv(start, _sent(tuple(map(tuple, weights)), flat.dtype, first.device), flat)
+        start = _sent((constant, 0.0), flat.dtype, first) if total is None else total
+        total = torch.addmv(start, _sent(tuple(map(tuple, weights)), flat.dtype, first), flat)
     if total is None:
-        total = _sent((constant, 0.0), wide(first), first.device)
+        total = _sent((constant, 0.0), wide(first), first)
     if apart:
         total = total + torch.nn.functional.pad(torch.stack([e.to(total) for e in apart]).sum(0, keepdim=True), (0, 1))
     # Each process has observed all rows of a sharded posterior: its share counts.
@@ -164,22 +164,26 @@ def _on_device(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
         p.observed if p.layout is None else p.observed / p.layout.size for p, _ in members if p.observed is not None
     ]
     return torch.cat(
-        [total, torch.stack(observed).sum(0).to(total) if observed else _sent((0.0, 0.0), total.dtype, first.device)]
+        [total, torch.stack(observed).sum(0).to(total) if observed else _sent((0.0, 0.0), total.dtype, first)]
     )
 
 
-def _sent(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers as a tensor of a device; those of a step are mostly those of the last one."""
-    if transformed() or device.type == "meta":  # what is made there belongs to one graph
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return _kept(numbers, dtype, device)
+def _sent(numbers: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return numbers as a tensor where another is; those of a step are mostly those of the last one."""
+    if transformed() or like.is_meta:  # what is made there belongs to one graph
+        return _copied(torch.tensor(numbers, dtype=dtype), like)
+    return _kept(numbers, dtype, like.device)
 
 
 @lru_cache(maxsize=64)
 def _kept(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        tensor = torch.tensor(numbers, dtype=dtype)
-        return tensor.new_empty(tensor.shape, device=device).copy_(tensor, non_blocking=True)
+        return _copied(torch.tensor(numbers, dtype=dtype), torch.empty(0, device=device))
+
+
+def _copied(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return a copy on another device, for which nothing waits."""
+    return like.new_empty(numbers.shape, dtype=numbers.dtype).copy_(numbers, non_blocking=True)
 
 
 def _combined(numbers: Tensor, terms: Terms) -> Tensor:
