@@ -163,9 +163,8 @@ def _on_device(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
     observed = [
         p.observed if p.layout is None else p.observed / p.layout.size for p, _ in members if p.observed is not None
     ]
-    return torch.cat(
-        [total, torch.stack(observed).sum(0).to(total) if observed else _sent((0.0, 0.0), total.dtype, first)]
-    )
+    seen = torch.stack(observed).sum(0, dtype=total.dtype) if observed else _sent((0.0, 0.0), total.dtype, first)
+    return torch.cat([total, seen])
 
 
 def _sent(numbers: Any, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -216,8 +215,8 @@ class Penalty(torch.autograd.Function):
             coef, pull = _factors(terms, grad, numbers)
             rest = [(terms.posteriors[i], means[i]) for i in ctx.rest]
             found = _apart(rest, *((coef, pull) if again else (host(coef), host(pull))))
-        both = torch.stack([coef, pull]) if ctx.handles else None
-        return (None,) * 4 + (*(h if both is None else both.to(h) for h in ctx.handles), *found)
+        both = torch.stack([coef, pull])
+        return (None,) * 4 + (*(both.to(handle) for handle in ctx.handles), *found)
 
 
 def _factors(terms: Terms, grad: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:

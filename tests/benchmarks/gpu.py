@@ -107,24 +107,25 @@ def as_on_a_gpu(method: str | None, layers: int) -> dict[str, Bytes]:
         return counted(method, layers)
 
 
-def counts(layers: int = 150) -> dict:
-    """Return the counts of every method, less those of plain SGD: launches, bytes per weight, and waiting."""
+def waits(method: str) -> dict[str, int]:
+    """Return how often a step and a prediction wait for a number of a device."""
     sys.path.insert(0, str(ROOT / "tests"))
     from accelerator import NAME, Accelerator
 
+    with Accelerator():
+        found = counted(method, 2, NAME)
+    return {"step": sum(found[p].syncs for p in PARTS[:-1]), "predict": found["predict"].syncs}
+
+
+def counts(layers: int = 150) -> dict:
+    """Return the counts of every method, less those of plain SGD: launches, bytes per weight, and waiting."""
     plain, found = as_on_a_gpu(None, layers), {}
     weights = layers * (WIDTH + 1) * WIDTH
     for method in METHODS:
         ours = as_on_a_gpu(method, layers)
         launches = {part: ours[part].launches - plain[part].launches for part in PARTS}
         size = sum(ours[part].bytes - plain[part].bytes for part in PARTS[:-1])
-        with Accelerator():
-            waiting = counted(method, 2, NAME)
-        found[method] = {"launches": launches, "bytes": round(size / weights)}
-        found[method]["syncs"] = {
-            "step": sum(waiting[p].syncs for p in PARTS[:-1]),
-            "predict": waiting["predict"].syncs,
-        }
+        found[method] = {"launches": launches, "bytes": round(size / weights), "syncs": waits(method)}
     return {"tensors": 2 * layers, "methods": found}
 
 
