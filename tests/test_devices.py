@@ -12,6 +12,7 @@ from bayesify import (
     bayesify,
     calibrate,
     fit_laplace,
+    fit_novelty,
     load,
     mean,
     mix,
@@ -22,6 +23,7 @@ from bayesify import (
     save,
     unbayesify,
 )
+from bayesify.cli.check import Counting
 
 WORDS = torch.tensor([0, 1, 2, 3, 4, 2, 1])
 LABELS = torch.tensor([0, 1, 2, 3, 0, 2, 1])
@@ -139,6 +141,27 @@ def test_a_model_on_two_devices_trains_as_on_one(method):
 def test_predict_makes_no_float64_off_the_cpu(task, samples):
     model = on_it(words_model(), "vi")
     assert len(predict(model, WORDS.to(NAME), samples, task=task)) == 7
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("strange", [False, True])
+@pytest.mark.parametrize(("method", "samples"), [("vi", 0), ("vi", 5), ("mc_dropout", 5), ("la", None)])
+def test_a_prediction_waits_for_the_outputs_of_all_its_small_batches_at_once(method, samples, strange):
+    words = WORDS.to(NAME)
+    model = on_it(words_model(), method)
+    if method == "la":
+        fit_laplace(model, [(words, LABELS.to(NAME))], include="1.*")
+    if strange:
+        fit_novelty(model, [words], held_out=[words] * 3)
+    predict(model, words, samples)  # says once what it has to say
+    waits = []
+    for batches in ([words], [words] * 3):
+        with Counting() as count:
+            predict(model, batches, samples, seed=0)
+        waits.append(count.syncs)
+    # The outputs, whether weights are finite and a tensor of Laplace's has a spread; for novelty the weights' sum.
+    assert waits[0] <= 2 + 3 * (method == "la") + 2 * strange
+    assert waits[1] - waits[0] == 2 * strange  # a batch's features
 
 
 @pytest.mark.usefixtures("accelerator")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,6 +28,8 @@ from bayesify.prediction.predictive import (
 from bayesify.prediction.regression import RegressionPredictive
 
 AnyPredictive = Predictive | MultilabelPredictive | RegressionPredictive
+TOGETHER, AT_ONCE = 16, 1 << 26  # outputs, or bytes, that reach the CPU in one copy
+
 P = TypeVar("P", bound=Prediction)
 C = TypeVar("C", Predictive, MultilabelPredictive)
 
@@ -39,21 +41,33 @@ class Tally(ABC, Generic[P]):
         self.keep = keep
         self.sums: dict[int, Any] = {}
         self.kept: dict[int, list[Tensor]] = defaultdict(list)
+        self.waiting: list[tuple[int, list[Tensor]]] = []  # on the device, to reach the CPU in one copy
 
     def add(self, batch: int, output: Tensor, exact: GaussianLogits | None = None) -> None:
         """Add the output of the next sample on one batch; or that of the mean, whose distribution is known exactly."""
-        value = self._checked(in_full(output))
-        self.sums[batch] = self._plus(self.sums.get(batch), value) if exact is None else self._exactly(value, exact)
-        if self.keep:
-            self.kept[batch].append(value)
+        value = self._checked(output.detach().clone())  # a compiled model may write to its output again
+        self.waiting.append((batch, [value] if exact is None else [value, *self._moments(exact)]))
+        if len(self.waiting) == TOGETHER or sum(t.nbytes for _, own in self.waiting for t in own) > AT_ONCE:
+            self._take()
 
     def finish(self, num_samples: int, labels: Sequence[Any], *, closed_form: bool = False) -> P:
         """Return the prediction for all batches."""
+        self._take()
         count = max(num_samples, 1)
         each = [self._part(i, count, torch.stack(self.kept.pop(i)) if self.keep else None) for i in sorted(self.sums)]
         found = concatenated(each)
         joined = joined_labels(labels, len(found))
         return replace(found, labels=joined, num_samples=num_samples, closed_form=closed_form)
+
+    def _take(self) -> None:
+        """Add what is waiting to the sums."""
+        found = iter(in_full([t for _, own in self.waiting for t in own]))
+        for batch, own in self.waiting:
+            value, *moments = islice(found, len(own))
+            self.sums[batch] = self._exactly(value, *moments) if moments else self._plus(self.sums.get(batch), value)
+            if self.keep:
+                self.kept[batch].append(value)
+        self.waiting.clear()
 
     def _checked(self, value: Tensor) -> Tensor:
         """Return an output as it is kept."""
@@ -63,9 +77,13 @@ class Tally(ABC, Generic[P]):
     def _plus(self, sums: Any, value: Tensor) -> Any:
         """Return a batch's sums with one more sample; they are None before the first."""
 
-    @abstractmethod
-    def _exactly(self, value: Tensor, exact: GaussianLogits) -> Any:
-        """Return a batch's sums of a Gaussian distribution around the output."""
+    def _moments(self, exact: GaussianLogits) -> Sequence[Tensor]:
+        """Return what counts of a Gaussian distribution around the output."""
+        raise NotImplementedError
+
+    def _exactly(self, value: Tensor, *moments: Tensor) -> Any:
+        """Return a batch's sums, given the output and these moments."""
+        raise NotImplementedError
 
     @abstractmethod
     def _part(self, batch: int, count: int, kept: Tensor | None) -> P:
@@ -86,10 +104,13 @@ class ProbabilityTally(Tally[C]):
         entropy = entropy_of(log_probs)
         return (log_probs, entropy) if sums is None else (torch.logaddexp(sums[0], log_probs), sums[1] + entropy)
 
-    def _exactly(self, value: Tensor, exact: GaussianLogits) -> Any:
-        # Of the entropy the expected one is what is left without the information, which draws of the logits give.
-        log_probs, information = exact.log_probs(), exact.mutual_information().cpu().double()
-        return log_probs, (entropy_of(log_probs) - information).clamp_min(0)
+    def _moments(self, exact: GaussianLogits) -> Sequence[Tensor]:
+        return exact.scaled(), exact.mutual_information()
+
+    def _exactly(self, value: Tensor, *moments: Tensor) -> Any:
+        scaled, information = moments
+        log_probs = F.log_softmax(scaled.double(), -1)
+        return log_probs, (entropy_of(log_probs) - information.double()).clamp_min(0)  # that of the draws of logits
 
     def _part(self, batch: int, count: int, kept: Tensor | None) -> C:
         log_sum, entropies = self.sums[batch]
@@ -141,8 +162,11 @@ class RegressionTally(Tally[RegressionPredictive]):
         mean = mean + delta / (count + 1)
         return count + 1, mean, squares + delta * (value - mean)
 
-    def _exactly(self, value: Tensor, exact: GaussianLogits) -> Any:
-        return 1, value.double(), in_full(exact.variance()).double()
+    def _moments(self, exact: GaussianLogits) -> Sequence[Tensor]:
+        return (exact.variance(),)
+
+    def _exactly(self, value: Tensor, *moments: Tensor) -> Any:
+        return 1, value.double(), moments[0].double()
 
     def _values(self, value: Tensor) -> Tensor:
         return value.double()

@@ -4,7 +4,6 @@ Training chooses the shape of a posterior, and rarely its size: a spread that th
 small for data that the model has not seen. The factor is the posterior's own from then on: in draws, `std` and files.
 """
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,24 +91,19 @@ def calibrate(
         raise ValueError(f"target must be a positive number of nats, got {target!r}")
     if not is_whole(samples) or samples < 2:
         raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer are too noisy")
-    given = likelihood_of(likelihood)
-    before = [p.calibration for p in posteriors]
+    likelihood, before = likelihood_of(likelihood), [p.calibration for p in posteriors]
     data = as_batches(data)
     if not rereadable(data) and own_places(data) is None:
         data = list(data)  # all candidates are compared with the labels, and the mean's outputs, of one reading
     try:
         with tqdm(desc="calibrate", unit="candidate", disable=not progress) as bar:
-            trial = Trial(model, posteriors, data, samples, bar.update, copy.copy(given))
-            if trial.labels is None or target is not None:
-                factor = _largest_within(trial.divergence, TARGET if target is None else target)
-            else:
-                factor = _best(trial)
-            for posterior in posteriors:
-                posterior.calibration = factor
-    except BaseException:
-        for posterior, old in zip(posteriors, before, strict=True):
-            posterior.calibration = old
-        raise
+            trial = Trial(model, posteriors, data, samples, bar.update, likelihood)
+            by_labels = trial.labels is not None and target is None
+            factor = _best(trial) if by_labels else _largest_within(trial.divergence, target or TARGET)
+            before = [factor] * len(posteriors)
+    finally:
+        for posterior, kept in zip(posteriors, before, strict=True):
+            posterior.calibration = kept
     return model
 
 
@@ -128,9 +122,7 @@ class Trial:
         self.model, self.posteriors, self.data, self.tick = model, posteriors, data, tick
         members = member_count(model)
         self.samples = -(-samples // members) * members  # as many of each member
-        point = predict(model, data, samples=0, task="regression")  # outputs as they are, whatever the task
-        assert point.outputs is not None
-        self.point, self.labels = point.outputs, point.labels
+        self.point, self.labels = self._predicted(0)
         if self.labels is None and (self.point.dim() < 3 or self.point.shape[-1] < 2):
             raise ValueError(
                 "without labels calibrate needs class probabilities, and these outputs are none; give labels"
@@ -142,14 +134,19 @@ class Trial:
             likelihood = likelihood if noise is None else Regression(noise)
         self.likelihood = likelihood
 
+    def _predicted(self, samples: int) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs as they are, whatever the task, (samples, examples, ...), and the labels."""
+        found = predict(self.model, self.data, samples=samples, seed=0, task="regression")
+        assert found.outputs is not None
+        return found.outputs, found.labels
+
     def outputs(self, factor: float) -> Tensor:
         """Return the outputs of all draws, (samples, examples, ...)."""
         for posterior in self.posteriors:
             posterior.calibration = factor
-        found = predict(self.model, self.data, samples=self.samples, seed=0, task="regression")
-        assert found.outputs is not None
+        found, _ = self._predicted(self.samples)
         self.tick()
-        return found.outputs
+        return found
 
     def nll(self, outputs: Tensor) -> float:
         """Return the mean NLL of the mixture over draws.

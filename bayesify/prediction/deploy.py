@@ -20,8 +20,9 @@ from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_module, named_posteriors, samples, scopes_of
 from bayesify.core.wrap import unbayesify
 from bayesify.prediction.deployed import NUMBERS, Deployed, LastLayerVoice, NoveltyVoice, Voice, with_values
-from bayesify.prediction.novelty import check_share, novelty_of
+from bayesify.prediction.novelty import novelty_of
 from bayesify.prediction.predict import is_plain, share, task_of
+from bayesify.prediction.predictive import check_share
 from bayesify.prediction.regression import noise_of
 from bayesify.quality.regression import check_level
 

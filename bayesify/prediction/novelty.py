@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from bayesify.core.scopes import check_module
 from bayesify.core.selection import plain_tensors
 from bayesify.prediction.batches import as_batches, split_batch
 from bayesify.prediction.last_layer import Call, Reader, host_of, posteriors_of
+from bayesify.prediction.predictive import Prediction, check_share, in_full
 from bayesify.prediction.view import can_be_viewed, evaluation, view
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.metrics import Moments, Reference
@@ -35,7 +36,7 @@ PROBED = 64  # elements of each tensor by which a change of the weights is seen
 CHANGED = 1e-6  # relative
 
 M = TypeVar("M", bound=nn.Module)
-J = TypeVar("J", bound="Judged")
+P = TypeVar("P", bound=Prediction)
 
 
 @dataclass(eq=False)
@@ -80,41 +81,6 @@ class Novelty:
             f"Novelty(mahalanobis++ in {len(self.reference.center)} features of {self.layer!r} at the "
             f"{self.at}, {len(self.held_out)} held-out examples, {self.false_alarms:.3g} false alarms)"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Judged:
-    """What every prediction has of a model with `fit_novelty`; None without it."""
-
-    novelty: Tensor | None = field(default=None, kw_only=True)  # how strange each example is, (N,)
-    novelty_pvalue: Tensor | None = field(default=None, kw_only=True)  # share of held-out data at least as strange
-    false_alarms: float = field(default=0.05, kw_only=True)  # the default rate of `alarm`
-
-    def judged_at(self, index: Any) -> dict[str, Any]:
-        """Return the novelty of some of the examples."""
-        kept = {"novelty": self.novelty, "novelty_pvalue": self.novelty_pvalue}
-        return {name: None if value is None else value[index] for name, value in kept.items()}
-
-    def alarm(self, false_alarms: float | None = None) -> Tensor:
-        """Return which examples are too strange, Booleans (N,).
-
-        Args:
-            false_alarms: The share of in-distribution examples that may be flagged; None is that of `fit_novelty`.
-
-        Raises:
-            ValueError: The model has no `fit_novelty`, or the share is out of range.
-        """
-        level = self.false_alarms if false_alarms is None else false_alarms
-        check_share(level)
-        if self.novelty_pvalue is None:
-            raise ValueError("the prediction has no novelty; call fit_novelty(model, train_loader) before predict")
-        return self.novelty_pvalue <= level
-
-
-def check_share(value: float) -> None:
-    """Raise unless a false-alarm rate is between 0 and 1."""
-    if not 0 < value < 1:
-        raise ValueError(f"false_alarms must be between 0 and 1, got {value}; 0.05 is one in twenty")
 
 
 def fit_novelty(
@@ -274,13 +240,10 @@ def novelty_of(model: nn.Module) -> tuple[nn.Module, Novelty] | None:
 def weights_of(host: nn.Module) -> float:
     """Return a number that changes with the weights of the posterior mean: the sum of squares of some elements."""
     means = {id(p.original): p.mean for p in posteriors_of(host).values()}
-    total = 0.0
-    for _, tensor in plain_tensors(host):
-        found = means.get(id(tensor), tensor).detach()
-        if found.is_floating_point() and found.numel() and not hasattr(found, "device_mesh"):
-            flat = found.flatten()
-            total += float(flat[:: max(1, len(flat) // PROBED)].double().square().mean())
-    return total
+    tensors = [means.get(id(t), t).detach() for _, t in plain_tensors(host)]
+    flat = [t.flatten() for t in tensors if t.is_floating_point() and t.numel() and not hasattr(t, "device_mesh")]
+    some = in_full([t[:: max(1, len(t) // PROBED)] for t in flat])
+    return sum(float(t.double().square().mean()) for t in some)
 
 
 class Watch:
@@ -331,11 +294,11 @@ class Watch:
             yield batch
             self.complete(number, batch)
 
-    def judged(self, found: J, batches: Iterable[Any]) -> J:
+    def judged(self, found: P, batches: Iterable[Any]) -> P:
         """Return a prediction with the novelty of its examples; of these batches, if `follow` has not seen them."""
         for number, batch in enumerate(batches):
             self.complete(number, batch)
-        order, examples = sorted(self.features), len(found)  # type: ignore[arg-type]
+        order, examples = sorted(self.features), len(found)
         z, entropies = torch.cat([self.features[i] for i in order]), [self.entropies[i] for i in order]
         if len(z) != examples:
             raise ValueError(

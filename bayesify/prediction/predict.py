@@ -8,8 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, groupby, islice
-from operator import itemgetter
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -45,7 +44,7 @@ from bayesify.prediction.gaussian import GaussianLogits
 from bayesify.prediction.last_layer import NotLastError, passed
 from bayesify.prediction.linear import Linearized, member_of
 from bayesify.prediction.novelty import Watch
-from bayesify.prediction.predictive import MultilabelPredictive, Predictive, in_full
+from bayesify.prediction.predictive import MultilabelPredictive, Predictive
 from bayesify.prediction.regression import RegressionPredictive, noise_of
 from bayesify.prediction.view import Memory, own_statistics, reusing, same_place, views, warn_where_stale
 
@@ -172,12 +171,12 @@ def predict(
 
 
 class Turn(NamedTuple):
-    """What a batch gave."""
+    """What a sample gave for a batch."""
 
     batch: int
-    outputs: Tensor  # of the samples that ran it one after the other, (samples, N, ...)
+    output: Tensor
     target: Any
-    exact: GaussianLogits | None = None  # the distribution around the one output, the mean's
+    exact: GaussianLogits | None = None  # the distribution around an output that is the mean's
     classes_last: bool = True  # of three dimensions; otherwise the labels tell
 
 
@@ -234,11 +233,10 @@ class Run:
         tally, labels, exact = TALLIES[self.task](keep=self.keep), dict[int, Any](), False
         try:
             for turn in turns:
-                outputs, exact = in_full(turn.outputs), turn.exact is not None  # one wait for all that it holds
+                exact = turn.exact is not None
                 if isinstance(tally, ClassificationTally) and tally.classes is None:
-                    tally.classes = classes_at(outputs[0], turn.target, last=turn.classes_last)
-                for output in outputs:
-                    tally.add(turn.batch, output, turn.exact)
+                    tally.classes = classes_at(turn.output, turn.target, last=turn.classes_last)
+                tally.add(turn.batch, turn.output, turn.exact)
                 labels.setdefault(turn.batch, turn.target)
         except NotLastError as error:
             if labels:
@@ -265,22 +263,18 @@ class Run:
             reusing(self.model, own) if several else nullcontext() as memory,
             ExitStack() as statistics,
         ):
-            turns = self.shown(_turns(batches, modes, memory), batches, len(modes))
-            for i, together in groupby(turns, itemgetter(1)):
-                outputs, target, last = list[Tensor](), None, self.task == "tokens"
-                for sample, _, batch in together:
-                    (inputs, target), mode, one = split_batch(batch), modes[sample], own[sample]
-                    if self.refresh is not None and i == 0:  # the next sample; the last one has seen all the data
-                        statistics.close()
-                        statistics.enter_context(own_statistics(one, self.refresh, self.scopes, mode))
-                    with override(self.scopes, mode):
-                        with self.watched(one, number, mode) as take:
-                            output = call_model(one, to_device(inputs, device), to_device(target, device))
-                        target = places(batch, output)
-                    take(i, inputs, output)
-                    outputs.append(logits_of(output).clone())  # a compiled model may write to it again
-                    last = last or not isinstance(output, Tensor)
-                yield Turn(i, torch.stack(outputs), target, classes_last=last)
+            for sample, i, batch in self.shown(_turns(batches, modes, memory), batches, len(modes)):
+                (inputs, target), mode, one = split_batch(batch), modes[sample], own[sample]
+                if self.refresh is not None and i == 0:  # the next sample; the last one has seen all the data
+                    statistics.close()
+                    statistics.enter_context(own_statistics(one, self.refresh, self.scopes, mode))
+                with override(self.scopes, mode):
+                    with self.watched(one, number, mode) as take:
+                        output = call_model(one, to_device(inputs, device), to_device(target, device))
+                    target = places(batch, output)
+                take(i, inputs, output)
+                last = self.task == "tokens" or not isinstance(output, Tensor)
+                yield Turn(i, logits_of(output), target, classes_last=last)
 
     def linearly(self, number: int, batches: Iterable[Any], seeds: Sequence[int]) -> Generator[Turn]:
         """Yield the linear model's outputs for the draws of these seeds, in one reading of the data."""
@@ -289,8 +283,8 @@ class Run:
         places = LabelPlaces(reader.plain)
         with torch.no_grad():
             for i, batch in enumerate(self.shown(batches, batches)):
-                outputs = reader.outputs(*split_batch(to_device(batch, device)), directions)
-                yield Turn(i, outputs, places(batch, outputs[0]))
+                for output in reader.outputs(*split_batch(to_device(batch, device)), directions):
+                    yield Turn(i, output, places(batch, output))
 
     def reads_linearly(self, number: int) -> bool:
         """Return whether a member is read linearly: as asked, or in a regression where the method says so."""
@@ -327,14 +321,14 @@ class Run:
             with self.watched(own, number, MEAN) as take:
                 for i, one in enumerate(passed(own, self.scopes, head, batches, mode)):
                     take(i, one.inputs, one.output)
-                    yield Turn(i, one.output.unsqueeze(0), one.target, form.logits(one.features, one.output))
+                    yield Turn(i, one.output, one.target, form.logits(one.features, one.output))
 
     def by_jacobian(self, number: int, batches: Iterable[Any]) -> Generator[Turn]:
         """Yield outputs and distributions of the model that is linear in its weights."""
         with torch.no_grad():
             reader = Linearized(member_of(self.model, number), self.members[number])
             for i, (output, exact, target) in enumerate(reader.gaussians(batches)):
-                yield Turn(i, output.unsqueeze(0), target, exact)
+                yield Turn(i, output, target, exact)
 
     @contextmanager
     def watched(self, model: nn.Module, number: int, mode: Mode) -> Iterator[Callable[[int, Any, Any], None]]:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from bayesify.core.summary import html_table
 from bayesify.prediction.batches import IGNORED, joined_labels, values_like
-from bayesify.prediction.novelty import Judged
 from bayesify.quality import metrics
 from bayesify.quality.arrays import Array
 from bayesify.quality.conformal import conformal_sets
@@ -26,7 +25,7 @@ ROWS, COLUMNS = 5, 5  # of the table in a notebook
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prediction(Judged):
+class Prediction:
     """What the predictions of all tasks have in common."""
 
     _arrays: ClassVar[tuple[str, ...]]
@@ -39,6 +38,9 @@ class Prediction(Judged):
     num_samples: int = 0  #: S; 0 where the posterior mean or a closed form was used.
     closed_form: bool = False  #: Whether it, or a mixture's member, is an exact average: logits are then the mean's.
     method: str = ""  #: The name of the model's method, for reports; empty where it has none, or is not known.
+    novelty: Tensor | None = None  #: How strange each example is, (N,); None without `fit_novelty`.
+    novelty_pvalue: Tensor | None = None  #: The share of held-out data that is at least as strange, (N,).
+    false_alarms: float = 0.05  #: The default rate of `alarm`.
 
     def __len__(self) -> int:
         return len(getattr(self, self._average))
@@ -58,6 +60,21 @@ class Prediction(Judged):
     def scores(self) -> dict[str, float]:
         """Scores against the labels by name; empty where there are none."""
         raise NotImplementedError
+
+    def alarm(self, false_alarms: float | None = None) -> Tensor:
+        """Return which examples are too strange, Booleans (N,).
+
+        Args:
+            false_alarms: The share of in-distribution examples that may be flagged; None is that of `fit_novelty`.
+
+        Raises:
+            ValueError: The model has no `fit_novelty`, or the share is out of range.
+        """
+        level = self.false_alarms if false_alarms is None else false_alarms
+        check_share(level)
+        if self.novelty_pvalue is None:
+            raise ValueError("the prediction has no novelty; call fit_novelty(model, train_loader) before predict")
+        return self.novelty_pvalue <= level
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the arrays by name."""
@@ -113,6 +130,12 @@ class Prediction(Judged):
         return f"{type(self).__name__}({len(self)} examples, {self._details(averaged)}{scores})"
 
 
+def check_share(value: float) -> None:
+    """Raise unless a false-alarm rate is between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"false_alarms must be between 0 and 1, got {value}; 0.05 is one in twenty")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Probabilities(Prediction):
     """The average p = 1/S sum_s p_s of categorical distributions; the subclasses say what their categories are."""
@@ -144,9 +167,14 @@ def entropy_of(log_probs: Tensor) -> Tensor:
     return -torch.where(probs == 0, 0.0, probs * log_probs).sum(-1)
 
 
-def in_full(output: Tensor) -> Tensor:
-    """Return a model's output on the CPU, in float32 or better."""
-    return output.detach().to("cpu", torch.promote_types(output.dtype, torch.float32))
+def in_full(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return outputs on the CPU, in float32 or better; their device is waited for once."""
+    full = [t.detach().to(torch.promote_types(t.dtype, torch.float32)) for t in outputs]
+    if all(t.device.type == "cpu" for t in full):
+        return full
+    flat = torch.cat([t.flatten().to(full[0].device) for t in full]).cpu()
+    pieces = torch.split(flat, [t.numel() for t in full])
+    return [piece.view(t.shape).to(t.dtype) for piece, t in zip(pieces, full, strict=True)]
 
 
 def averaged(
@@ -195,7 +223,7 @@ class Predictive(Probabilities):
             >>> Predictive.from_logits(torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]]))
             Predictive(1 examples, 2 classes, 2 samples)
         """
-        members = [in_full(torch.as_tensor(member)) for member in logits]
+        members = in_full([torch.as_tensor(member) for member in logits])
         each = torch.stack(members) if len({m.shape for m in members}) == 1 else torch.empty(0)
         count = 0 if each.dim() == 2 else len(each)
         each = each.unsqueeze(0) if each.dim() == 2 else each
@@ -285,13 +313,15 @@ class Predictive(Probabilities):
     def flat(self) -> "Predictive":
         """Return one row per item (token, pixel), without those whose label is -100."""
         kept = slice(None) if self.labels is None else self.labels.flatten() != IGNORED
+        rows = torch.arange(len(self)).repeat_interleave(self.expected_entropy[:1].numel())[kept]
         return replace(
             self,
             log_probs=self.log_probs.flatten(0, -2)[kept],
             expected_entropy=self.expected_entropy.flatten()[kept],
             logits=None if self.logits is None else self.logits.flatten(1, -2)[:, kept],
             labels=None if self.labels is None else self.labels.flatten()[kept],
-            **self.judged_at(torch.arange(len(self)).repeat_interleave(self.expected_entropy[:1].numel())[kept]),
+            novelty=None if self.novelty is None else self.novelty[rows],
+            novelty_pvalue=None if self.novelty_pvalue is None else self.novelty_pvalue[rows],
         )
 
     def _columns(self) -> dict[str, Tensor | None]:

@@ -160,19 +160,17 @@ def estimating(model: nn.Module, norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
     A norm that no batch reaches, such as a resting member's, keeps what it has.
     """
-    before, momenta = _buffers(norms), [norm.momentum for norm in norms]
+    before, momenta, done = _buffers(norms), [norm.momentum for norm in norms], False
     try:
         with evaluation(model):
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum, norm.training = None, True  # every batch counts the same
             yield
-        idle = [norm.num_batches_tracked == 0 for norm in norms]
-        _put_back(list(compress(norms, idle)), list(compress(before, idle)))
-    except BaseException:
-        _put_back(norms, before)
-        raise
+        done = True
     finally:
+        undone = [not done or bool(norm.num_batches_tracked == 0) for norm in norms]
+        _put_back(list(compress(norms, undone)), list(compress(before, undone)))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
 
@@ -196,20 +194,46 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _local = threading.local()
 
 
-class Kept(NamedTuple):
-    """A copy of a tensor, and its strides: other layouts may round in another way."""
+class Leaves:
+    """Nested inputs or outputs of a call, with the strides of their tensors: other layouts may round in another way."""
 
-    value: Tensor
-    stride: tuple[int, ...]
+    def __init__(self, values: Any) -> None:
+        self.flat, self.nesting = pytree.tree_flatten(values)
+        self.tensors = [leaf for leaf in self.flat if isinstance(leaf, Tensor)]
+        self.layouts = [
+            (v.shape, v.dtype, v.device, v.stride()) if isinstance(v, Tensor) else (type(v), v) for v in self.flat
+        ]
+
+    @property
+    def plain(self) -> bool:
+        """Whether they are tensors and constants."""
+        return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in self.flat)
+
+    def copy(self) -> "Leaves":
+        """Return copies of the tensors, and the layouts of these."""
+        twin = copy.copy(self)
+        twin.flat = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.flat]
+        twin.tensors = [leaf for leaf in twin.flat if isinstance(leaf, Tensor)]
+        return twin
+
+    def equals(self, other: "Leaves") -> bool:
+        """Return whether values, types and layouts are the same."""
+        same = self.nesting == other.nesting and self.layouts == other.layouts
+        return same and all(map(torch.equal, self.tensors, other.tensors))
+
+    def can_be_copied(self, inputs: "Leaves") -> bool:
+        """Return whether copies are as good: they share no memory, and keep the layout."""
+        taken, own = ([t.untyped_storage().data_ptr() for t in one.tensors] for one in (inputs, self))
+        dense = all(torch.empty_like(t).stride() == t.stride() for t in self.tensors)
+        return dense and not set(taken).intersection(own) and len(set(own)) == len(own)
 
 
 class Call(NamedTuple):
-    """One call: its inputs and its outputs."""
+    """One call of a module."""
 
-    key: Any
-    inputs: list[Any]
-    nesting: Any
-    outputs: list[Any]
+    inputs: Leaves
+    outputs: Leaves
+    autocast: list[torch.dtype]
 
 
 class Memory:
@@ -240,38 +264,35 @@ class Remembered:
 
     def __call__(self, module: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return what a view's module returns."""
-        inputs, nesting = pytree.tree_flatten((args, kwargs))
-        if self.off or getattr(_local, "inside", False) or torch.is_grad_enabled() or not _is_plain(inputs):
+        inputs = Leaves((args, kwargs))
+        if self.off or getattr(_local, "inside", False) or torch.is_grad_enabled() or not inputs.plain:
             return forward(*args, **kwargs)
-        key = nesting, [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        autocast = [torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
         for call in list(self.calls):
-            if call.key == key and _equal(call.inputs, inputs):
+            if call.autocast == autocast and call.inputs.equals(inputs):
                 self.misses = 0
-                outputs = [leaf.value.clone() if isinstance(leaf, Kept) else leaf for leaf in call.outputs]
-                return pytree.tree_unflatten(outputs, call.nesting)
+                return pytree.tree_unflatten(call.outputs.copy().flat, call.outputs.nesting)
         run = functools.partial(forward, *args, **kwargs)
-        found, new = self._watched(run, module, key, inputs)
-        if new is not None and not self.proved:
-            again, same = self._watched(run, module, key, inputs)
-            self.proved = same is not None and _equal(new.outputs, pytree.tree_flatten(again)[0])
+        found, outputs, given = self._watched(run, module, inputs)
+        if outputs is not None and not self.proved:
+            _, again, _ = self._watched(run, module, inputs)
+            self.proved = again is not None and outputs.equals(again)
         self.misses += 1
-        if new is None or not self.proved or self.misses > PATIENCE:
+        if outputs is None or not self.proved or self.misses > PATIENCE:
             self.off = True
             self.calls.clear()
             return found
-        size = sum(leaf.value.nbytes for leaf in (*new.inputs, *new.outputs) if isinstance(leaf, Kept))
+        size = sum(t.nbytes for t in (*given.tensors, *outputs.tensors))
         if self.memory.bytes + size <= BYTES:
             self.memory.bytes += size
-            self.calls.append(new)
+            self.calls.append(Call(given, outputs, autocast))
         return found
 
-    def _watched(
-        self, run: Callable[[], Any], module: nn.Module, key: Any, inputs: list[Any]
-    ) -> tuple[Any, Call | None]:
-        """Run a forward; return its output, and the call if nothing but its inputs can have counted."""
+    def _watched(self, run: Callable[[], Any], module: nn.Module, inputs: Leaves) -> tuple[Any, Leaves | None, Leaves]:
+        """Run a forward; return its output, a copy of it if nothing but its inputs can have counted, and of these."""
         readers: list[Any] = list({id(p.reader): p.reader for p in self.memory.spread}.values())
         threads = [reader.now for reader in readers]
-        kept, before = _copies(inputs), (_state(module), _random_state())
+        given, before = inputs.copy(), (_state(module), _random_state())
         for now in threads:
             now.watched, now.touched = self.memory.spread, False
         _local.inside = True
@@ -281,14 +302,10 @@ class Remembered:
             _local.inside = False
             for now in threads:
                 now.watched = ()
-        outputs, nesting = pytree.tree_flatten(found)
+        outputs = Leaves(found)
         pure = not any(now.touched for now in threads) and before == (_state(module), _random_state())
-        pure = pure and _equal(kept, inputs) and _is_plain(outputs) and _can_be_copied(inputs, outputs)
-        return found, Call(key, kept, nesting, _copies(outputs)) if pure else None
-
-
-def _is_plain(leaves: Sequence[Any]) -> bool:
-    return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+        pure = pure and given.equals(inputs) and outputs.plain and outputs.can_be_copied(inputs)
+        return found, outputs.copy() if pure else None, given
 
 
 def _state(module: nn.Module) -> list[Any]:
@@ -311,37 +328,9 @@ def _stamp(value: Any, depth: int = 2) -> Any:
 def _random_state() -> list[bytes | int]:
     """Return what changes where random numbers are drawn."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    states = [torch.get_rng_state(), *devices]
     legacy: Any = np.random.get_state()
-    return [*(s.numpy().tobytes() for s in states), legacy[1].tobytes(), int(legacy[2]), hash(random.getstate())]
-
-
-def _copies(leaves: Sequence[Any]) -> list[Any]:
-    return [Kept(leaf.clone(), leaf.stride()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
-def _equal(known: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Return whether values, types and layouts are the same."""
-    return len(known) == len(leaves) and all(_same(a, b) for a, b in zip(known, leaves, strict=True))
-
-
-def _same(known: Any, leaf: Any) -> bool:
-    if not isinstance(leaf, Tensor):
-        return type(known) is type(leaf) and bool(known == leaf)
-    if not isinstance(known, Kept):
-        return False
-    value, stride = known
-    alike = (value.shape, value.dtype, value.device, stride) == (leaf.shape, leaf.dtype, leaf.device, leaf.stride())
-    return alike and torch.equal(value, leaf)
-
-
-def _can_be_copied(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Return whether copies of the outputs are as good: they share no memory, and a copy keeps the layout."""
-    taken = {leaf.untyped_storage().data_ptr() for leaf in inputs if isinstance(leaf, Tensor)}
-    found = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
-    storages = [leaf.untyped_storage().data_ptr() for leaf in found]
-    dense = all(torch.empty_like(leaf).stride() == leaf.stride() for leaf in found)
-    return dense and not taken.intersection(storages) and len(set(storages)) == len(storages)
+    states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
+    return [*states, legacy[1].tobytes(), int(legacy[2]), hash(random.getstate())]
 
 
 @contextmanager
@@ -368,7 +357,7 @@ def reusing(model: nn.Module, views: Sequence[nn.Module]) -> Iterator[Memory | N
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Return whether somebody else's hooks wait for calls inside a module, which would not happen."""
+    """Return whether somebody else's hooks wait for calls inside a module."""
     inside = (m for m in module.modules() if m is not module)
     hooks = (hook for m in inside for held in (m._forward_pre_hooks, m._forward_hooks) for hook in held.values())
     return any(not isinstance(scope_behind(hook), Scope) for hook in hooks)

@@ -166,7 +166,7 @@ MUTANTS = [
         "prediction/averages.py",
         "test_prediction.py test_regression.py",
         ("entropies are not averaged", "entropies / count,", "entropies,", "adds_up"),
-        ("the largest for the average", "torch.logaddexp(log_sum,", "torch.maximum(log_sum,", "average_is"),
+        ("the largest for the average", "torch.logaddexp(sums[0],", "torch.maximum(sums[0],", "average_is"),
         ("noise is not averaged", "mean + delta / (count + 1)", "mean + delta", "heteroscedastic"),
     ),
     *of(
