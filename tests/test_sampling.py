@@ -23,9 +23,20 @@ def network(method: str, **options) -> nn.Module:
     return model
 
 
+class Tied(nn.Module):
+    """Reads an embedding twice, so that the padding row has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 3, padding_idx=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.words(x), self.words.weight).tanh()
+
+
 def words(method: str, **options) -> nn.Module:
     torch.manual_seed(0)
-    return bayesify(nn.Sequential(nn.Embedding(4, 3, padding_idx=2), nn.Linear(3, 2)).double(), method, **options)
+    return bayesify(Tied().double(), method, **options)
 
 
 def grads(model: nn.Module, value: torch.Tensor, **options) -> list[torch.Tensor]:
@@ -51,6 +62,18 @@ def test_the_gradient_of_loss_and_penalty_is_the_sum_of_both(method, options, ma
             value = penalty(model, N)  # before any forward: a node of its own
             first = grads(model, 3 * value)
             found.append([a + b for a, b in zip(first, grads(model, 2 * loss(model, x)), strict=True)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_only_relative_priors_are_pulled_where_some_are_absolute():
+    found = []
+    for together in (True, False):
+        model = network("vi", prior_sig={"0.*": 0.3}, pull=5.0).train()
+        first = loss(model, X) if together else 0.0
+        found.append(grads(model, first + penalty(model, N)) if together else grads(model, penalty(model, N)))
+        if not together:
+            found[-1] = [a + b for a, b in zip(found[-1], grads(model, loss(model, X)), strict=True)]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
