@@ -1,6 +1,8 @@
 """Predictions run views of the model: nothing changes for whoever trains it, or predicts with it too."""
 
+import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -102,6 +104,11 @@ def test_a_thread_that_predicts_changes_nothing_for_one_that_trains():
         thread.join()
     assert seen == [True] * 100
     assert len(set(drawn)) == 100
+
+
+def test_a_library_that_another_thread_imports_now_is_no_obstacle(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", types.ModuleType("half"))
+    assert len(predict(bayesify(net()), tensor(8, 4), samples=2)) == 8
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(*(net() for _ in range(5))), lambda: Last()])

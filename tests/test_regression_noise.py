@@ -23,7 +23,7 @@ from bayesify import (
     unbayesify,
 )
 from bayesify.prediction.likelihoods import Regression
-from bayesify.quality.regression import Residuals
+from bayesify.quality.regression import Residuals, sampled_nll
 
 
 def line(rows, weights, outputs=1, noise=(0.5,), seed=0):
@@ -187,6 +187,34 @@ def test_calibrate_leaves_an_exact_posterior_as_it_is():
         calibrate(model, [held], progress=False)
         kept.append(next(p.calibration for p in model.modules() if hasattr(p, "calibration")))
     assert sum(abs(math.log(k)) < 0.05 for k in kept) >= 5, kept
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("samples", [6, 10])
+def test_the_nll_of_few_draws_is_that_of_their_gaussian_in_expectation(samples, noise):
+    """N(0.3, 1) is drawn from, whose log density with the noise is known."""
+    generator = torch.Generator().manual_seed(0)
+    f = 0.3 + torch.randn(samples, 40_000, generator=generator, dtype=torch.float64)
+    y = torch.tensor([0.0, 1.0, 3.0]).double().repeat_interleave(40_000)
+    found = sampled_nll(f.repeat(1, 3), torch.full((1, 1), noise**0.5).double(), y)
+    exact = -torch.distributions.Normal(0.3, (1 + noise) ** 0.5).log_prob(y)
+    error = float(found.std()) / len(y) ** 0.5
+    assert abs(float((found - exact).mean())) < 4 * error + 1 / samples**2
+
+
+@pytest.mark.parametrize("variance", [0.01, 1.0])
+@pytest.mark.parametrize("known", [True, False])
+def test_calibrate_leaves_an_exact_posterior_where_the_spread_counts(variance, known):
+    """Means that are drawn from their posteriors N(m, s^2), of different s, and data with noise around each of them."""
+    torch.manual_seed(0)
+    model = bayesify(nn.Embedding(1000, 1).double(), "vi", prior_sig=10.0, link="exp")
+    posterior = model.parametrizations.weight[0]
+    with torch.no_grad():
+        posterior.rho.copy_(torch.linspace(-2, 1, 1000).view(-1, 1))
+    truth = posterior.mean + posterior.std * torch.randn(1000, 1).double()
+    data = [(torch.arange(1000), truth + variance**0.5 * torch.randn(1000, 1).double())]
+    calibrate(model, data, likelihood=Regression(variance if known else None), progress=False)
+    assert posterior.calibration == pytest.approx(1.0, rel=0.05)
 
 
 def test_calibrate_widens_a_spread_that_is_too_small():

@@ -60,8 +60,9 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
 
 def shards_itself(module: nn.Module) -> bool:
     """Return whether `fully_shard` was called on a module."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    # Where another thread imports it now, it has no class yet.
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
 
 
 class Layout(NamedTuple):

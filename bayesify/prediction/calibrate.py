@@ -27,7 +27,7 @@ from bayesify.prediction.likelihoods import Classification, Likelihood, Regressi
 from bayesify.prediction.predict import predict
 from bayesify.prediction.regression import noise_of
 from bayesify.prediction.view import estimating, norms_in
-from bayesify.quality.regression import fit_noise
+from bayesify.quality.regression import sampled_nll, sampled_noise
 
 logger = logging.getLogger("bayesify")
 M = TypeVar("M", bound=nn.Module)
@@ -38,6 +38,7 @@ WIDEST, COARSE = 2.0**15, 8.0  # without labels: the largest factor, and the fir
 FINE = 2**0.25  # the last refinement's step
 HOPELESS = 0.1  # nats above the best so far, from where larger factors are not tried
 GAIN = 1e-4  # nats that count as a difference
+LEAST = 5  # samples of a regression, whose variance is taken
 SURE = 3.32  # nats by which a regression's spread must gain on all the data: 1% of chi-squared by chance
 
 
@@ -52,8 +53,9 @@ def calibrate(
 ) -> M:
     """Find one factor on the posterior's spread, by what it does to predictions.
 
-    With labels it is the factor with the lowest NLL of the sampled prediction; in a regression, with the noise that is
-    known, or else fitted beside each factor, and 1 unless another is better by more than chance. Without labels, or
+    With labels it is the factor with the lowest NLL of the sampled prediction; in a regression that of the Gaussian
+    that is sampled, with the noise that is known, or else fitted beside each factor, and 1 unless another is better by
+    more than chance. Without labels, or
     with `target`, it is the largest whose samples stay close to the model's own predictions:
     KL(mean prediction || sampled prediction) <= target. A draw is then core + f (theta - core): for a Gaussian
     m + f s eps, for dropout m + f (1-z)(theta0 - m). The penalty and the prior stay what they were. Where
@@ -64,7 +66,7 @@ def calibrate(
         data: Batches that training has not seen: a held-out part of the training data, with labels if there are any.
             What comes in another order each time, or once only, is kept in memory.
         target: The tolerance in nats for data whose labels are absent or not to be used; 0.1 by default.
-        samples: How many posterior samples each candidate is judged by.
+        samples: How many posterior samples each candidate is judged by; at least 5 in a regression.
         likelihood: What the labels are, as in `fit_laplace`; None finds it, where outputs and labels leave no choice.
         progress: Whether to show a progress bar.
 
@@ -120,8 +122,6 @@ class Trial:
         likelihood: Likelihood | None = None,
     ) -> None:
         self.model, self.posteriors, self.data, self.tick = model, posteriors, data, tick
-        members = member_count(model)
-        self.samples = -(-samples // members) * members  # as many of each member
         self.point, self.labels = self._predicted(0)
         if self.labels is None and (self.point.dim() < 3 or self.point.shape[-1] < 2):
             raise ValueError(
@@ -133,6 +133,8 @@ class Trial:
             noise = noise_of(model, scopes_of(model))
             likelihood = likelihood if noise is None else Regression(noise)
         self.likelihood = likelihood
+        samples, members = max(samples, LEAST * isinstance(likelihood, Regression)), member_count(model)
+        self.samples = -(-samples // members) * members  # as many of each member
 
     def _predicted(self, samples: int) -> tuple[Tensor, Tensor | None]:
         """Return the outputs as they are, whatever the task, (samples, examples, ...), and the labels."""
@@ -149,15 +151,16 @@ class Trial:
         return found
 
     def nll(self, outputs: Tensor) -> float:
-        """Return the mean NLL of the mixture over draws.
+        """Return the mean NLL of the mixture over draws, or of a regression's Gaussian.
 
         Noise that is not known is fitted beside each candidate: residuals of the mean hold the epistemic error too.
         """
         likelihood = self.likelihood
-        if isinstance(likelihood, Regression) and likelihood.noise_var is None:
-            targets = values_like(outputs[0], self.labels).cpu().double()
-            likelihood = Regression(fit_noise(outputs.cpu().double(), targets))
-        return _mean(likelihood.mixture_nll(outputs, self.labels))
+        if not isinstance(likelihood, Regression):
+            return _mean(likelihood.mixture_nll(outputs, self.labels))
+        f, y = outputs.cpu().double(), values_like(outputs[0], self.labels).cpu().double()
+        known = likelihood if likelihood.noise_var is not None else Regression(sampled_noise(f, y))
+        return _mean(sampled_nll(f, known.variances(f[0]).sqrt().expand_as(f), y).reshape(len(y), -1).sum(1))
 
     def divergence(self, factor: float) -> float:
         """Return the mean KL(p || q) of the mean's prediction p and the sampled prediction q."""

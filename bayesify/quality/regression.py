@@ -8,6 +8,7 @@ its limit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -77,19 +78,24 @@ def fit_noise(outputs: Array, targets: Array) -> float | Tensor:
         1.0
     """
     f, y = to_double(outputs, "outputs"), to_double(targets, "targets")
-    f = _samples_first(f, y, "outputs").reshape(-1, len(y), y[0].numel())
-    found = [_one_noise(f[..., k], column) for k, column in enumerate(y.reshape(len(y), -1).unbind(1))]
+    return _each_noise(_samples_first(f, y, "outputs"), y, mixture_nll)
+
+
+def _each_noise(f: Tensor, y: Tensor, cost: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float | Tensor:
+    """Return the variance of every output that has the least mean cost, a function of f, the noise's std and y."""
+    f = f.reshape(len(f), len(y), y[0].numel())
+    found = [_one_noise(f[..., k], column, cost) for k, column in enumerate(y.reshape(len(y), -1).unbind(1))]
     return found[0] if len(found) == 1 else torch.tensor(found, dtype=torch.float64).view(y.shape[1:])
 
 
-def _one_noise(f: Tensor, y: Tensor) -> float:
+def _one_noise(f: Tensor, y: Tensor, cost: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
     """Return the variance for one output (S, N)."""
     largest = float((y - f).square().mean(1).max())
     if largest == 0:
         raise ValueError("outputs equal the targets exactly, so that there is no noise to fit; fit on held-out data")
 
     def nll(log_var: float) -> float:
-        return float(mixture_nll(f, torch.full_like(f, math.exp(log_var / 2)), y).mean())
+        return float(cost(f, torch.full_like(f, math.exp(log_var / 2)), y).mean())
 
     curve = minimized(nll, math.log(largest * _LEAST_NOISE), math.log(largest * _MOST_NOISE), points=61)
     return math.exp(min(curve, key=curve.__getitem__))
@@ -129,6 +135,26 @@ def mixture_nll(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:
     s = std.clamp_min(_TINY)
     log_density = -((targets - mean) / s).square() / 2 - s.log() - math.log(2 * math.pi) / 2
     return math.log(len(mean)) - torch.logsumexp(log_density, 0)
+
+
+def sampled_nll(outputs: Tensor, std: Tensor, targets: Tensor) -> Tensor:
+    """Return the NLL of every target for a Gaussian of which there are S outputs, and the noise's std.
+
+    With V = s_n^2 + s^2, r = s^2/V, and mean m and variance s^2 of the outputs,
+    1/2 (log 2 pi V + r^2/(S-1) + (1 - 2 r^2/(S-1)) (y - m)^2/V - r/S) is that of infinitely many in expectation, up to
+    terms of order 1/S^2: the NLL of the mixture has a minimum elsewhere. It needs S > 3.
+    """
+    samples, mean = len(outputs), outputs.mean(0)
+    spread = (outputs - mean).square().sum(0) / max(samples - 1, 1)
+    var = (std[0].square() + spread).clamp_min(_TINY)
+    ratio = spread / var
+    bias = ratio.square() / max(samples - 1, 1)
+    return ((2 * math.pi * var).log() + bias + (1 - 2 * bias) * (targets - mean).square() / var - ratio / samples) / 2
+
+
+def sampled_noise(outputs: Tensor, targets: Tensor) -> float | Tensor:
+    """Find the noise variance of every output with the least `sampled_nll`."""
+    return _each_noise(outputs, targets, sampled_nll)
 
 
 def mixture_crps(mean: Tensor, std: Tensor, targets: Tensor) -> Tensor:

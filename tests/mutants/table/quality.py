@@ -77,6 +77,14 @@ MUTANTS = [
     ),
     *of(
         "quality/regression.py",
+        "test_regression_noise.py",
+        ("the error of few draws counts whole", "(1 - 2 * bias)", "1", "few_draws"),
+        ("the logarithm of few draws as it is", ".log() + bias + (", ".log() + (", "few_draws"),
+        ("the draws' mean is exact", " - ratio / samples) / 2", ") / 2", "few_draws"),
+        ("the noise is not part of the variance", "std[0].square() + spread)", "0 * std[0] + spread)", "few_draws"),
+    ),
+    *of(
+        "quality/regression.py",
         "test_regression.py",
         ("a mixture's distribution is one component's", "return each.mean(0)", "return each[0]", "quantiles"),
         ("the other tail", "mean + NormalDist()", "mean - NormalDist()", "quantiles"),
