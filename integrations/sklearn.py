@@ -25,10 +25,12 @@ from bayesify.core.penalty import penalty
 from bayesify.core.scopes import param_groups, scopes_of
 from bayesify.core.wrap import bayesify
 from bayesify.methods.laplace.fit import fit_laplace
+from bayesify.prediction.likelihoods import Regression
 from bayesify.prediction.novelty import fit_novelty
 from bayesify.prediction.predict import predict
 from bayesify.prediction.predictive import Predictive
 from bayesify.prediction.regression import RegressionPredictive
+from bayesify.quality.regression import fit_noise
 
 from .extras import extra
 
@@ -89,42 +91,51 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
         data = TensorDataset(self._inputs(x), target)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed_)
-            self.steps_, self.prior_sig_ = self._settings(data)
+            self.steps_, self.prior_sig_, noise = self._settings(data)
             torch.manual_seed(self.seed_)
             self.model_ = self._bayesian(self.prior_sig_)
-            self.noise_var_ = self._train(self.model_, data, self.steps_)
+            learned = self._train(self.model_, data, self.steps_)
+            self.noise_var_ = learned if noise is None else noise
             if scopes_of(self.model_)[0].method.name == "la":
-                self._fit_laplace(self.model_, data)
+                self._fit_laplace(self.model_, data, self._task if noise is None else Regression(noise.tolist()))
         self.model_.eval()
 
     def _bayesian(self, prior_sig: float) -> nn.Module:
         return bayesify(self._network(), self.method, **(SCRATCH | {"prior_sig": prior_sig} | dict(self.options or {})))
 
-    def _settings(self, data: TensorDataset) -> tuple[int, float]:
-        """Return how many steps to train and the prior's scale, those that predict held-out rows of a regression best.
+    def _settings(self, data: TensorDataset) -> tuple[int, float, Array | None]:
+        """Return how many steps to train, the prior's scale, and the noise, by held-out rows of a regression.
 
-        Each scale is trained in stages, until held-out rows are predicted no better.
+        Each scale is trained in stages, until held-out rows are predicted no better. The best prediction's residuals
+        there give the noise: a network's own training rows have smaller ones.
         """
         steps = STAGES[0] if self.steps is None else int(self.steps)
         if self._task != "regression" or len(data) < LEAST_ROWS:
-            return steps, SIGS[0]
+            return steps, SIGS[0], None
         order = torch.randperm(len(data))
         held, fit = order[: len(data) // 5], order[len(data) // 5 :]
         (x, y), rows = data[held], TensorDataset(*data[fit])
-        given = "prior_sig" in (self.options or {})
-        best = float("inf"), steps, SIGS[0]
-        for sig in SIGS[:1] if given else SIGS:
+        best: tuple[float, int, float, Array | None] = (float("inf"), steps, SIGS[0], None)
+        for sig in SIGS[:1] if "prior_sig" in (self.options or {}) else SIGS:
             model, done, before = self._bayesian(sig), 0, float("inf")
             for stage in STAGES if self.steps is None else (steps,):
                 self._train(model, rows, stage)
                 done += stage
                 with torch.no_grad(), library.mean(model.eval()):
                     error = float((model(x) - y).square().mean())
-                best = min(best, (error, done, sig))
+                if error < best[0]:
+                    best = error, done, sig, self._noise(model, x, y)
                 if error > BETTER * before:
                     break
                 before = error
         return best[1:]
+
+    def _noise(self, model: nn.Module, x: Tensor, y: Tensor) -> Array:
+        """Return the variance of each output that explains held-out rows best, beside what samples spread."""
+        count = None if any(p.moves for p in scopes_of(model)[0].posteriors) else 0  # "la" is fitted at the end
+        outputs: Any = predict(model, x, samples=count, seed=self.seed_, task="regression").outputs
+        found = np.reshape(np.asarray(fit_noise(outputs, y)), -1)
+        return found.clip(LEAST_NOISE) * len(y) / (len(y) - 2)  # the mean of its posterior
 
     def _network(self) -> nn.Module:
         """Build the network, untrained."""
@@ -160,14 +171,14 @@ class _BayesEstimator(BaseEstimator):  # type: ignore[misc]
     def _loss(self, output: Tensor, target: Tensor, log_var: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _fit_laplace(self, model: nn.Module, data: TensorDataset) -> None:
+    def _fit_laplace(self, model: nn.Module, data: TensorDataset, likelihood: Any) -> None:
         """Give the last linear layer its spread; where there is none, every weight."""
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         fit_laplace(
             model,
             DataLoader(data, max(self.batch_size, 256)),
             structure="kron",
-            likelihood=self._task,
+            likelihood=likelihood,
             tune="wide" if self._task == "regression" else "marglik",
             include=f"{linear[-1]}.*" if linear and linear[-1] else None,
         )
@@ -310,7 +321,8 @@ class BayesRegressor(RegressorMixin, _BayesEstimator):  # type: ignore[misc]
 
     Attributes:
         model_: The bayesified network, from standardized inputs to standardized targets.
-        noise_var_: The variance of each output's noise that training found, of standardized targets.
+        noise_var_: The variance of each output's noise, of standardized targets: by held-out rows, or of fewer than 50
+            rows by training.
         steps_: How many minibatches were trained on.
         prior_sig_: The standard deviation of the prior over weights, where `options` gives none.
 

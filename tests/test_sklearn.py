@@ -136,6 +136,16 @@ def test_copies_of_a_target_are_predicted_alike_and_outputs_have_their_own_noise
     assert float(noise[1]) > 2 * float(noise[0])
 
 
+def test_the_noise_is_that_of_held_out_rows():
+    """Residuals of rows that a network was trained on are too small: their intervals would hold 58 % of new targets."""
+    x = np.random.RandomState(0).rand(600, 5) * 2 - 1
+    y = np.sin(3 * x[:, 0]) * x[:, 1] + x[:, 2] ** 2
+    regressor = BayesRegressor(steps=600, options={"prior_sig": 1.0}, random_state=0).fit(x[:100], y[:100])
+    mean, std = regressor.predict(x[100:], return_std=True)
+    assert np.std(y[:100] - regressor.predict(x[:100])) < 0.5 * np.std(y[100:] - mean)
+    assert 0.92 < float((np.abs(y[100:] - mean) < 1.96 * std).mean()) < 0.99
+
+
 def test_training_goes_on_until_held_out_rows_say_stop(monkeypatch):
     from bayesify.integrations import sklearn as estimators
 
