@@ -1,6 +1,7 @@
 """Cycles of any method: each ends in a copy of the model, with a posterior of its own, and their mixture predicts."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_cycles_of_swag_have_ten_iterates_of_their_last_quarter():
     assert predict(cycles.mixture(), X).num_samples == 15
 
 
-def test_what_cannot_be_cycled_is_told():
+def test_what_cannot_be_cycled_is_told(monkeypatch):
     with pytest.raises(ValueError, match="at least 8 steps, got 5"):
         begin("swag", steps=15, restart="fresh")
     with pytest.raises(ValueError, match="no cycle has ended yet: 0 steps of 24"):
@@ -163,3 +164,8 @@ def test_what_cannot_be_cycled_is_told():
     parts = begin("vi")
     with pytest.raises(ValueError, match="restart was 'prior' when the state was saved"):
         parts[2].load_state_dict(begin("vi", restart="prior")[2].state_dict() | {"plan": parts[2].state_dict()["plan"]})
+    swag = begin("swag")
+    monkeypatch.setattr("bayesify.methods.stages.shards", SimpleNamespace(is_sharded=lambda tensor: True))
+    with pytest.raises(ValueError, match="a sharded model has none; take method 'ensemble'"):
+        Cycles(parts[1], parts[0], steps=8)
+    assert len(Cycles(swag[1], swag[0], steps=80).ends) == 10  # iterates, which the model itself collects

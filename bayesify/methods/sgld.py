@@ -292,6 +292,7 @@ class Basins(Copies):
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise where a cycle collects fewer than two states."""
+        super().check(lengths)
         sampling = min(lengths) - math.ceil(self.beta * min(lengths))
         if sampling // self.thin < 2:
             raise ValueError(

@@ -150,12 +150,15 @@ class Copies(Restarts):
 
     def __init__(self, run: Any, **options: Any) -> None:
         super().__init__(run, **options)
-        if any(shards.is_sharded(p.original) for p in run.posteriors()):
+        self.members: list[nn.Module] = []
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise where the model cannot be copied."""
+        if any(shards.is_sharded(p.original) for p in self.run.posteriors()):
             raise ValueError(
                 "members of this method are copies of the model, and a sharded model has none; take method 'ensemble', "
                 "or train the members one by one and mix them"
             )
-        self.members: list[nn.Module] = []
 
     @property
     def whole(self) -> nn.Module:

@@ -45,8 +45,10 @@ class Iterates(Copies):
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise where a cycle collects fewer than two iterates."""
-        if self.repeats and min(lengths) < SHORTEST:
-            raise ValueError(f"a cycle takes at least {SHORTEST} steps, got {min(lengths)}; fewer cycles or more steps")
+        if self.repeats:
+            super().check(lengths)
+            if min(lengths) < SHORTEST:
+                raise ValueError(f"a cycle takes at least {SHORTEST} steps, got {min(lengths)}; take fewer cycles")
 
     def after(self, place: Place) -> None:
         """Collect an iterate in the last quarter of a training."""
