@@ -492,6 +492,14 @@ def test_other_weights_have_no_novelty():
         assert "novelty" not in deploy(model, samples=2).fields
 
 
+def test_tokens_are_answered_where_their_sequence_is_not_strange():
+    x = torch.randn(60, 7, 5)
+    model = fit_novelty(mlp(), x, held_out=torch.randn(60, 7, 5))
+    few = torch.cat([x[:3], 50 + x[:1]])
+    answers, found = deploy(model, threshold=0.4, task="tokens")(few), predict(model, few, task="tokens")
+    assert torch.equal(answers["answer"], (found.confidence >= 0.4) & ~found.alarm().unsqueeze(1))
+
+
 def test_alarms_need_novelty():
     with pytest.raises(ValueError, match="call fit_novelty"):
         deploy(mlp(), false_alarms=0.05)

@@ -279,6 +279,8 @@ def test_a_part_of_the_loader_is_set_aside():
         ({"held_out": HELD[:10]}, "10 held-out examples cannot promise a false-alarm rate of 0.05; give at least 19"),
         ({"loader": []}, "the loader has no batches"),
         ({"loader": X[:1]}, "the loader has 1 examples to learn from"),
+        ({"loader": X * math.nan}, "the features of '2' are not finite for some examples"),
+        ({"held_out": HELD * math.inf}, "the features of '2' are not finite for some examples"),
     ],
 )
 def test_what_cannot_be(options, message):

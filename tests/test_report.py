@@ -282,3 +282,21 @@ def test_a_window_of_a_regression_is_compared(tmp_path):
     assert table["Epistemic"]["Window"] > table["Epistemic"]["Validation"]
     with pytest.raises(TypeError, match="validation must hold a regression"):
         plots.report(far, tmp_path / "r.json", validation=Predictive.from_logits(LOGITS))
+
+
+def test_tokens_of_an_example_are_no_independent_evidence_of_drift(tmp_path):
+    def tokens(seed):
+        g = torch.Generator().manual_seed(seed)
+        each = torch.randn(40, 1, 3, generator=g).expand(40, 30, 3)  # all tokens of an example alike
+        return predict(torch.nn.Identity(), each.contiguous(), task="tokens")
+
+    plots.report(tokens(0), tmp_path / "r.json", validation=tokens(1))
+    found = json.loads((tmp_path / "r.json").read_text())["Compared with the validation set"]
+    assert found["Examples"]["Window"] == 1200 and found["Drift: entropy"]["First alarm"] is None
+
+
+def test_labels_that_do_not_exclude_each_other(tmp_path):
+    out = predict(torch.nn.Identity(), [(torch.randn(30, 4), torch.rand(30, 4) > 0.5)], task="multilabel")
+    plots.report(out, tmp_path / "r.json", validation=out)
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert next(iter(found["Scores"]["Error"].values())) == pytest.approx(out.scores["error"])

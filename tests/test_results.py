@@ -143,7 +143,9 @@ def test_the_bytes_of_a_process(example):
 
 def test_the_costs_of_mixtures_and_of_compiled_steps(example, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    from tests.benchmarks import compiled, mixtures
+    from tests.benchmarks import compiled, deployed, mixtures
+
+    assert has(example, "docs/deploy.md", "latency", deployed.section(results("deployed")))
 
     costs = results("mixtures")
     assert set(costs["rows"]) == {f"{w.name} | {row}" for w in mixtures.WORKS for row in mixtures.rows_of(w)}

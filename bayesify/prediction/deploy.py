@@ -26,7 +26,7 @@ from bayesify.prediction.predictive import check_share
 from bayesify.prediction.regression import noise_of
 from bayesify.quality.regression import check_level
 
-TASKS = ("classification", *NUMBERS, "multilabel")
+TASKS = ("classification", "tokens", *NUMBERS, "multilabel")
 
 
 def deploy(
@@ -58,7 +58,7 @@ def deploy(
         threshold: The least confidence of an answer, such as `metrics.abstain_threshold` found.
         samples: How many draws of a posterior without a closed form; None is what `predict` takes.
         seed: Which draws.
-        task: "classification", "regression", "heteroscedastic" or "multilabel"; None is what `predict` takes.
+        task: "classification", "tokens", "regression", "heteroscedastic" or "multilabel"; None is what `predict` takes.
         level: The probability of a regression's interval from `low` to `high`.
         false_alarms: The share of ordinary inputs that `answer` may refuse as strange; None is that of `fit_novelty`.
 
@@ -79,6 +79,7 @@ def deploy(
     task = task or task_of(model, [] if is_plain(model) else scopes_of(model))
     if task not in TASKS:
         raise ValueError(f"task must be one of {list(TASKS)}, got {task!r}")
+    task = "classification" if task == "tokens" else task  # classes are last, or second of four dimensions
     if samples is not None and (not is_whole(samples) or samples < 0):
         raise ValueError(f"samples must be an integer >= 0, or None, got {samples!r}")
     if threshold is not None and not (0 <= float(threshold) <= 1 or float(threshold) == math.inf):

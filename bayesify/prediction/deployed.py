@@ -52,8 +52,10 @@ class Deployed(nn.Module):
             first = outputs[0].mean if isinstance(outputs[0], GaussianLogits) else outputs[0]
             score, pvalue = self.stranger(batch, first)
             usual = pvalue > self.stranger.false_alarms
-            answer = usual & found.pop("answer") if self.threshold is not None else usual
-            found |= {"novelty": score, "novelty_pvalue": pvalue, "answer": answer}
+            if self.threshold is not None:  # for each token, where there are some
+                confident = found.pop("answer")
+                usual = confident & usual.view(-1, *[1] * (confident.dim() - 1))
+            found |= {"novelty": score, "novelty_pvalue": pvalue, "answer": usual}
         return found
 
     def train(self, mode: bool = True) -> "Deployed":

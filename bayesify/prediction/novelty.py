@@ -207,6 +207,8 @@ def _store(reader: "Reader", moments: Moments, held: Rows, false_alarms: float, 
     """Find the scales by some of the held-out rows, score the others, and give the model what was found."""
     if moments.count < 2:
         raise ValueError(f"the loader has {moments.count} examples to learn from; give more")
+    if not bool(torch.as_tensor(moments.squares).isfinite().all() and held.z.isfinite().all()):
+        raise ValueError(f"the features of {reader.name!r} are not finite for some examples; look at the data")
     order = torch.randperm(len(held.z), generator=generator)
     some, rest = order[: round(SCALING * len(order))], order[round(SCALING * len(order)) :]
     reference, scales = moments.reference().to(torch.float32), tuple[float, ...]((1.0,))

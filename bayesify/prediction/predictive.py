@@ -357,6 +357,14 @@ class MultilabelPredictive(Probabilities):
         """Whether each label is more probable than not."""
         return self.log_probs[..., 1] > self.log_probs[..., 0]
 
+    def flat(self) -> Predictive:
+        """Return one row per label, a decision between no and yes."""
+        each = self.log_probs.flatten(0, -2)
+        labels = None if self.labels is None else values_like(self.probs, self.labels.double()).flatten().round().long()
+        judged = self.judged_at(torch.arange(len(self)).repeat_interleave(self.expected_entropy[:1].numel()))
+        told: dict[str, Any] = {n: getattr(self, n) for n in ("num_samples", "method", "false_alarms")}
+        return Predictive(each, self.expected_entropy.flatten(), labels=labels, **told, **judged)
+
     @cached_property
     def scores(self) -> dict[str, float]:
         """Error, NLL and ECE over all labels, each a decision between two; empty where there are none."""

@@ -116,21 +116,21 @@ def report(
         if missing and (name == "predictive" or value is not None):
             what = "a regression, as predictive" if regression else "class probabilities"
             raise TypeError(f"{name} must hold {what}, got {type(value).__name__}; pass what predict(...) returns")
-    predictive, ood, validation = (x.flat() if hasattr(x, "flat") else x for x in (predictive, ood, validation))
+    sections: dict[str, list[Part]] = {}
+    if validation is not None:
+        sections["Compared with the validation set"] = _compared(predictive, validation, threshold)
+    predictive, ood = (x.flat() if hasattr(x, "flat") else x for x in (predictive, ood))
     if items is not None and len(items) != len(predictive.probs):
         raise ValueError(
             f"items must be one text or image for each of {len(predictive.probs)} examples, got {len(items)}; "
             "give them in the order of the data"
         )
-    draws, closed = predictive.num_samples, predictive.closed_form
-    facts = [f"{len(predictive):,} examples"]
-    facts += [] if regression else [f"{predictive.probs.shape[1]:,} classes"]
+    draws = predictive.num_samples
+    facts = [f"{len(predictive):,} examples", *([] if regression else [f"{predictive.probs.shape[1]:,} classes"])]
     facts += [f"method {predictive.method}"] if predictive.method else []
-    facts += ["in closed form" if closed else f"{draws} posterior sample{'s'[: draws > 1]}" if draws else "no samples"]
+    drawn = f"{draws} posterior sample{'s'[: draws > 1]}" if draws else "no samples"
+    facts += ["in closed form" if predictive.closed_form else drawn]
     facts += [] if ood is None else [f"{len(ood):,} out-of-distribution examples"]
-    sections: dict[str, list[Part]] = {}
-    if validation is not None:
-        sections["Compared with the validation set"] = _compared(predictive, validation, threshold)
     if regression:
         sections |= _regression(predictive)
     else:
@@ -162,12 +162,11 @@ def _means(sets: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def informative(predictive: Any) -> dict[str, Any]:
     """Return the uncertainties of each example that say something: not those that are zero or not known."""
-    if hasattr(predictive, "interval"):
-        kinds = {"Standard deviation": predictive.std.reshape(len(predictive), -1).mean(1)}
-    else:
-        kinds = {"Entropy": predictive.entropy}
-        if predictive.mutual_information.max() > _NO_INFORMATION:
-            kinds["Mutual information"] = predictive.mutual_information
+    regression = hasattr(predictive, "interval")
+    kinds = {"Standard deviation": predictive.std} if regression else {"Entropy": predictive.entropy}
+    if not regression and predictive.mutual_information.max() > _NO_INFORMATION:
+        kinds["Mutual information"] = predictive.mutual_information
+    kinds = {name: value.reshape(len(predictive), -1).mean(1) for name, value in kinds.items()}
     if predictive.novelty is not None:
         kinds["Novelty"] = predictive.novelty
     return kinds
@@ -181,7 +180,9 @@ def _shared(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
 
 def _compared(window: Any, validation: Any, threshold: float | None) -> list[Part]:
     """Compare a window of production data with the validation set."""
-    sets, pairs = {"Validation": validation, "Window": window}, _shared(validation, window)
+    pairs = _shared(validation, window)  # one number for each example, as its tokens depend on each other
+    window, validation = (x.flat() if hasattr(x, "flat") else x for x in (window, validation))
+    sets = {"Validation": validation, "Window": window}
     rows = [("Examples", "", len(validation), len(window)), *_means(sets)]
     if not hasattr(window, "interval"):
         if threshold is None and validation.labels is not None:
@@ -196,9 +197,7 @@ def _compared(window: Any, validation: Any, threshold: float | None) -> list[Par
     drifts, changes = list[tuple[Any, ...]](), list[str]()
     for name, (known, new) in pairs.items():
         found = metrics.drift(conformal_pvalues(new.double(), known.double().sort().values), held_out=len(known))
-        drifts.append(
-            (f"Drift: {name.lower()}", "higher than in the validation set", found.at, float(found.wealth.max()))
-        )
+        drifts.append((f"Drift: {name.lower()}", "higher than in validation", found.at, float(found.wealth.max())))
         changes += [] if found.at is None else [f"{name.lower()} is higher, seen at example {found.at}"]
     pictures = {k: _plot("uncertainty_histogram", *pair, quantity=k, names=tuple(sets)) for k, pair in pairs.items()}
     verdict = f"The data has changed: {'; '.join(changes)}." if changes else "No drift: the data is as it was."
@@ -394,7 +393,6 @@ def _write(target: Path, text: str) -> Path:
     partial_file = target.with_name(f".{target.name}.{os.getpid()}.part")  # of this process alone
     try:
         partial_file.write_text(text, encoding="utf-8")
-        partial_file.replace(target)
+        return partial_file.replace(target)
     finally:
         partial_file.unlink(missing_ok=True)
-    return target
