@@ -359,19 +359,14 @@ class MultilabelPredictive(Probabilities):
 
     def flat(self) -> Predictive:
         """Return one row per label, a decision between no and yes."""
-        each = self.log_probs.flatten(0, -2)
-        labels = None if self.labels is None else values_like(self.probs, self.labels.double()).flatten().round().long()
-        judged = self.judged_at(torch.arange(len(self)).repeat_interleave(self.expected_entropy[:1].numel()))
-        told: dict[str, Any] = {n: getattr(self, n) for n in ("num_samples", "method", "false_alarms")}
-        return Predictive(each, self.expected_entropy.flatten(), labels=labels, **told, **judged)
+        labels = None if self.labels is None else values_like(self.probs, self.labels.double()).round().long()
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Predictive(**held | {"labels": labels, "logits": None, "weights": None}).flat()
 
     @cached_property
     def scores(self) -> dict[str, float]:
         """Error, NLL and ECE over all labels, each a decision between two; empty where there are none."""
-        if self.labels is None:
-            return {}
-        truth = values_like(self.probs, self.labels.double())
-        return _scores(self.log_probs.flatten(0, -2), truth.flatten().round().long())
+        return self.flat().scores
 
     def _columns(self) -> dict[str, Tensor | None]:
         names = ("probs", "prediction", "labels", "entropy", "mutual_information", "expected_entropy")
