@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from bayesify.core.compiled import known_by
 from bayesify.core.distributed import over_processes, part, part_of
 from bayesify.core.posterior import Posterior, Step
-from bayesify.core.prior import Energy, Factor, Part, host, nearest, scaled, squares, state_dtype, step_size, sums, wide
+from bayesify.core.prior import Energy, Part, host, nearest, scaled, squares, state_dtype, step_size, sums, wide
 from bayesify.core.reading import Scope
-from bayesify.core.sampling import autograd_energy_pull, check_versions, gradients
+from bayesify.core.sampling import Sought, check_versions, pulled_back
 from bayesify.core.scopes import NOISE, check_num_data, scopes_of, warn_in_eval
 from bayesify.core.stored import holding
 from bayesify.engine.dispatch import functional, transformed
@@ -212,10 +212,9 @@ class Penalty(torch.autograd.Function):
             check_versions(posterior, own, versions, "penalty and its")
         with _holding(terms, tensors) as means:
             numbers = _numbers(terms, means) if again else ctx.numbers
-            coef, pull = _factors(terms, grad, numbers)
-            rest = [(terms.posteriors[i], means[i]) for i in ctx.rest]
-            found = _apart(rest, *((coef, pull) if again else (host(coef), host(pull))))
-        both = torch.stack([coef, pull])
+            factors = _factors(terms, grad, numbers)
+            found = _of_rest([(terms.posteriors[i], means[i]) for i in ctx.rest], factors)
+        both = torch.stack(factors)
         return (None,) * 4 + (*(both.to(handle) for handle in ctx.handles), *found)
 
 
@@ -241,28 +240,16 @@ def _factors(terms: Terms, grad: Tensor, numbers: Tensor) -> tuple[Tensor, Tenso
     return grad * terms.scale, pull
 
 
-def _apart(rest: Sequence[tuple[Posterior, Tensor]], coef: Factor, pull: Factor) -> list[Tensor | None]:
-    """Return the penalty's gradients of posteriors whose samples do not carry them, those of many in one launch."""
-    found: list[Any] = [None] * len(rest)
-    rows = {}
-    for i, (posterior, mean) in enumerate(rest):
-        own, layout = part_of(posterior), posterior.layout
-        original = mean if layout is None else own.original
-        near = [f.to(original.device) if isinstance(f, Tensor) else f for f in (coef, pull)]
-        factors = near[0], near[1] if posterior.relative else 0.0
-        recipe = own.energy_pulling(original, *factors)
-        if recipe is not None and not torch.is_grad_enabled():
-            rows[i] = own, (original, *own.learnable()), None, recipe
-        elif recipe is not None and recipe.formula is None:
-            found[i] = (None,) * (1 + len(own.learnable()))
-        else:
-            found[i] = autograd_energy_pull(own, original, *factors, create_graph=torch.is_grad_enabled())
-    for i, values in zip(rows, gradients(list(rows.values())), strict=True):
-        found[i] = values
-    for i, (posterior, _) in enumerate(rest):
-        if posterior.layout is not None:
-            found[i] = [None if g is None else posterior.layout.joined(g) for g in found[i]]
-    return [g for own in found for g in own]
+def _of_rest(rest: Sequence[tuple[Posterior, Tensor]], factors: tuple[Tensor, Tensor]) -> list[Tensor | None]:
+    """Return the penalty's gradients of posteriors whose samples do not carry them."""
+    sought: list[Sought] = []
+    for posterior, mean in rest:
+        own = part_of(posterior)
+        original = mean if posterior.layout is None else own.original
+        near = (factors[0].to(original.device), factors[1].to(original.device))
+        sought.append((own, (original, *own.learnable()), None, None, near))
+    found = zip((p.layout for p, _ in rest), pulled_back(sought), strict=True)
+    return [g if layout is None or g is None else layout.joined(g) for layout, own in found for g in own]
 
 
 # -- in compiled code: one operation, which no compiler looks into -----------------------------------------------------
@@ -305,7 +292,7 @@ def _penalty_gradients(
     terms, own = _known(posteriors, scale, strength, floor, tensors)
     with torch.no_grad(), _holding(terms, own) as means:
         factors = _factors(terms, grad, _numbers(terms, means))
-        found = _apart(list(zip(terms.posteriors, means, strict=True)), *map(host, factors))
+        found = _of_rest(list(zip(terms.posteriors, means, strict=True)), factors)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
 
 

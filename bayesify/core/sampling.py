@@ -306,26 +306,44 @@ class Sampled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to the means and what else is learnable."""
-        samples, given, again = ctx.samples, grads[-1], torch.is_grad_enabled()
-        factors = None if given is None else (given[0], given[1]) if again else (host(given[0]), host(given[1]))
-        found: list[Found] = []
-        rows: dict[int, Row] = {}
-        for i, (posterior, tensors) in enumerate(zip(samples.posteriors, samples.tensors, strict=True)):
-            own = factors if factors is None or posterior.relative else (factors[0], 0.0)
-            found.append((None,) * len(tensors))
-            if grads[i] is None and own is None:
-                continue
-            check_versions(posterior, tensors, samples.versions[i], "the forward pass and its")
-            with holding(posterior, tensors[1:]):
-                recipes = None if again else _recipes(posterior, tensors[0], samples.seed, grads[i], own)
-                if recipes is None:
-                    found[i] = _apart(posterior, tensors, samples.seed, grads[i], own)
-                else:
-                    rows[i] = posterior, tensors, *recipes
-        with torch.no_grad():
-            for i, one in zip(rows, gradients(list(rows.values())), strict=True):
-                found[i] = one
+        samples, given = ctx.samples, grads[-1]
+        factors = None if given is None else (given[0], given[1])
+        for posterior, tensors, versions in zip(samples.posteriors, samples.tensors, samples.versions, strict=True):
+            check_versions(posterior, tensors, versions, "the forward pass and its")
+        each = zip(samples.posteriors, samples.tensors, grads[:-1], strict=True)
+        found = pulled_back([(p, tensors, samples.seed, grad, factors) for p, tensors, grad in each])
         return (None, None, None, *(g for one in found for g in one))
+
+
+Sought = tuple[Posterior, Sequence[Tensor], Any, Tensor | None, tuple[Any, Any] | None]
+
+
+def pulled_back(sought: Sequence[Sought]) -> list[Found]:
+    """Return the sums of the gradients of samples and of the penalty, of many posteriors in a launch.
+
+    Of each posterior: its tensors, the seed and theta's gradient, and the factors of the energy and of
+    |(m - theta0)/sigma|^2/2 in the penalty.
+    """
+    found: list[Found] = []
+    rows: dict[int, Row] = {}
+    for i, (posterior, tensors, seed, grad, given) in enumerate(sought):
+        found.append((None,) * len(tensors))
+        if grad is None and given is None:
+            continue
+        factors = None
+        if given is not None:
+            kept = given if torch.is_grad_enabled() else tuple(map(host, given))
+            factors = kept[0], kept[1] if posterior.relative else 0.0
+        with holding(posterior, tensors[1:]):
+            recipes = None if torch.is_grad_enabled() else _recipes(posterior, tensors[0], seed, grad, factors)
+            if recipes is None:
+                found[i] = _apart(posterior, tensors, seed, grad, factors)
+            else:
+                rows[i] = posterior, tensors, *recipes
+    with torch.no_grad():
+        for i, one in zip(rows, gradients(list(rows.values())), strict=True):
+            found[i] = one
+    return found
 
 
 def _recipes(
