@@ -52,10 +52,10 @@ def test_a_file_alone_tells_the_spread_that_the_model_has(method, options, tmp_p
     assert {s.name: s.relative for s in found.spreads} == pytest.approx(expected, rel=1e-9)
     assert main(["inspect", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert f"method:    {type(model._bayesify_scope.method).__name__}(" in text
-    assert f"largest {found.spreads[0].relative:.3g}" in text or "spread:    none" in text
-    assert main(["summary", str(tmp_path / "posterior.safetensors")]) == 0
-    text = capsys.readouterr().out
+    assert f"method: {type(model._bayesify_scope.method).__name__}(" in text
+    assert f"spread: {found.spreads[0].relative:.3g} of" in text or "spread: none" in text
+    assert main(["inspect", str(tmp_path / "posterior.safetensors")]) == 0
+    assert capsys.readouterr().out == text
     assert all(name in text for name in ("0.weight", "3.bias", "2.running_mean"))
 
 
@@ -73,7 +73,7 @@ def test_the_posteriors_of_a_file_are_the_models(tmp_path):
 def test_a_posterior_without_spread_says_so(tmp_path, capsys):
     save(bayesify.bayesify(network(), "la"), tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
-    assert "spread:    none" in capsys.readouterr().out
+    assert "spread: none" in capsys.readouterr().out
 
 
 def test_a_report_of_a_saved_prediction(tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_a_report_of_a_closed_form_is_that_of_the_posterior_and_not_of_its_mean(
 
 WRONG = [
     (["inspect", "nowhere"], "there is no nowhere/posterior.safetensors; give the folder that bayesify.save wrote"),
-    (["summary", "."], "there is no posterior.safetensors; give the folder"),
+    (["inspect", "."], "there is no posterior.safetensors; give the folder"),
     (["report", "nothing.npz"], "there is no nothing.npz; write it with numpy.savez('nothing.npz', **out.numpy())"),
     (["report", "text.npz"], "text.npz is no .npz file"),
     (["report", "one.npy"], "one.npy is no .npz file"),

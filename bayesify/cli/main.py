@@ -39,9 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     command = options.pop("command")
     try:
-        if command in ("inspect", "summary"):
-            found = inspect_file(options["dir"])
-            print("\n\n".join(str(part if command == "inspect" else part.summary) for part in found))
+        if command == "inspect":
+            print("\n\n".join(map(str, inspect_file(options["dir"]))))
         elif command == "report":
             _report(**options)
         else:
@@ -78,11 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--head", help="name of the last linear layer, where a forward pass does not find it")
     compare.add_argument("--out", type=Path, default=Path("compare"), help="folder for the table and the picture")
 
-    for name, text in {
-        "inspect": "what a saved posterior holds: method, sizes, spread",
-        "summary": "every tensor of a saved posterior, or its modules",
-    }.items():
-        commands.add_parser(name, help=text).add_argument("dir", type=Path, help="a folder that bayesify.save wrote")
+    inspect = commands.add_parser("inspect", help="what a saved posterior holds: method, tensors, spread")
+    inspect.add_argument("dir", type=Path, help="a folder that bayesify.save wrote")
 
     check = commands.add_parser("check", help="what this computer's engines compute, and what training steps cost")
     check.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object, for a bug report")

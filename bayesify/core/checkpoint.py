@@ -191,7 +191,7 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
         CheckpointError: The file is missing, damaged, of another kind, method, version or architecture.
     """
     check_module(model)
-    path = Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE
+    path = file_in(dir)
     files = read(path)
     mixture = mixture_in(model)
     present: list[nn.Module] = [model] if mixture is None else list(mixture.members)
@@ -206,6 +206,11 @@ def load(model: M, dir: "str | os.PathLike[str]") -> M:  # noqa: A002
     if mixture is None and len(files) > 1:
         return Mixture(present)  # type: ignore[return-value]
     return model
+
+
+def file_in(dir: "str | os.PathLike[str]") -> Path:  # noqa: A002
+    """Return the posterior file in a folder; a path that names the file is taken as it is."""
+    return Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE
 
 
 class File(NamedTuple):

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
 
 from torch import Tensor, nn
 
-from bayesify.core.checkpoint import MEAN, POSTERIOR_FILE, REST, File, read
+from bayesify.core.checkpoint import MEAN, REST, File, file_in, read
 from bayesify.core.posterior import Posterior
 from bayesify.core.scopes import NOISE, mistakes, named_posteriors, scopes_of
 
@@ -27,7 +26,7 @@ class Row:
     shape: tuple[int, ...]
     posterior: str = ""  # its kind; empty where the parameter is not Bayesian
     prior: str = "-"
-    note: str = ""  # ties, fixed rows, flat priors; or why it is not Bayesian
+    note: str = ""  # ties, fixed rows; or why it is not Bayesian
     std: float | None = None  # the mean of its standard deviation; None where it is a point
     relative: float = 0.0  # sqrt(mean of std^2) / sqrt(mean of m^2), of a posterior in a file
 
@@ -45,13 +44,16 @@ class Summary:
     rows: tuple[Row, ...]  # one per parameter, Bayesian ones first
     extra_bytes: int  # what the posteriors keep beside the model's own parameters
     notes: tuple[str, ...] = ()  # mistakes that the model shows
+    file: str = ""  # where it is saved, if it was read from there
 
     def table(self, *, full: bool = False) -> list[tuple[str, ...]]:
         """Return the cells: a row per parameter, or per module where there are more than `MOST_ROWS` and not `full`."""
+        modules = _by_module(self.rows)
         if full or len(self.rows) <= MOST_ROWS:
             shapes = ("x".join(map(str, r.shape)) or "()" for r in self.rows)
             return [(_short(r.name), s, _kinds([r]), r.prior, r.note) for r, s in zip(self.rows, shapes, strict=True)]
-        parts = sorted(_by_module(self.rows).items(), key=_bayesian_first)
+        sizes = {name: (_size(r for r in rows if r.posterior), _size(rows)) for name, rows in modules.items()}
+        parts = sorted(modules.items(), key=lambda part: sizes[part[0]], reverse=True)
         cells = [_described(name, rows) for name, rows in parts[:MOST_ROWS]]
         if rest := [row for _, rows in parts[MOST_ROWS:] for row in rows]:
             cells.append(_described(f"{len(parts) - MOST_ROWS} more", rest))
@@ -67,7 +69,7 @@ class Summary:
         """The lines below the table."""
         bayesian = [r for r in self.rows if r.posterior]
         others = Counter(r.note for r in self.rows if not r.posterior)
-        total, own = sum(r.count for r in self.rows), sum(r.count for r in bayesian)
+        total, own = _size(self.rows), _size(bayesian)
         lines = [
             f"method: {self.method}",
             f"Bayesian: {own:,} of {total:,} parameters ({own / total:.1%}) in {len(bayesian)} tensors; "
@@ -75,7 +77,16 @@ class Summary:
         ]
         if others:
             lines.append("not Bayesian: " + ", ".join(f"{n} tensors ({why})" for why, n in others.most_common()))
+        if self.file:
+            known = [f"{row.relative:.3g} of the mean's size in {row.name}" for row in self.spreads if row.relative]
+            none = "none: a method without one, or not fitted yet"
+            lines += [f"file: {self.file}", "spread: " + (f"{known[0]}, down to {known[-1]}" if known else none)]
         return [*lines, *(f"note: {note}" for note in self.notes)]
+
+    @property
+    def spreads(self) -> list[Row]:
+        """The Bayesian parameters of a file, the widest relative to its mean first."""
+        return sorted((r for r in self.rows if r.posterior), key=lambda row: -row.relative)
 
     def text(self, *, full: bool = False) -> str:
         """Return what is printed; `full` lists every parameter, however many there are."""
@@ -172,6 +183,10 @@ def _row(name: str, posterior: Posterior, places: int = 1) -> Row:
     )
 
 
+def _size(rows: Iterable[Row]) -> int:
+    return sum(row.count for row in rows)
+
+
 def _extra_bytes(posteriors: Iterable[Posterior]) -> int:
     return sum(t.nbytes for posterior in posteriors for t in posterior.state().values())
 
@@ -184,11 +199,6 @@ def _kinds(rows: Sequence[Row]) -> str:
         return "-"
     ends = list(dict.fromkeys(f"{value:.2g}" for value in (min(stds), max(stds)))) if stds else []
     return ", ".join([*kinds, f"std {' to '.join(ends)}" if ends else "point"])
-
-
-def _bayesian_first(part: tuple[str, list[Row]]) -> tuple[int, int]:
-    """Return what sorts modules by how many of their numbers are Bayesian, and by how many there are."""
-    return -sum(r.count for r in part[1] if r.posterior), -sum(r.count for r in part[1])
 
 
 def _by_module(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
@@ -210,7 +220,7 @@ def _described(name: str, rows: list[Row]) -> tuple[str, ...]:
     notes = Counter(r.note for r in rows if not r.posterior)
     return (
         _short(name),
-        f"{sum(r.count for r in rows):,} in {len(rows)}",
+        f"{_size(rows):,} in {len(rows)}",
         _kinds(rows),
         priors[0] if len(priors) == 1 else f"{len(priors)} priors",
         ", ".join(f"{n} {why}" for why, n in notes.most_common()),
@@ -225,38 +235,7 @@ def _short(name: str) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """What one member of a file holds; print it."""
-
-    path: Path
-    member: str  # its name among the members of a mixture; empty in a file of one
-    summary: Summary
-    spreads: tuple[Row, ...]  # of the Bayesian tensors, the widest relative to its mean first
-    prior_sigs: tuple[float, float]  # the smallest and the largest scale of a prior
-
-    def __str__(self) -> str:
-        low, high = self.prior_sigs
-        member = f", member {self.member!r}" if self.member else ""
-        others = [r for r in self.summary.rows if not r.posterior]
-        lines = [
-            f"file:      {self.path}{member} ({self.path.stat().st_size / 2**20:,.2f} MiB, checksum right)",
-            f"method:    {self.summary.method}",
-            f"Bayesian:  {_count(self.spreads)}; the posteriors keep {self.summary.extra_bytes / 2**20:,.2f} MiB "
-            "beside the means",
-            f"others:    {_count(others)}",
-            f"prior_sig: {low:.3g}" + (f" to {high:.3g}" if high > low else ""),
-        ]
-        if self.spreads[0].relative == 0:
-            return "\n".join([*lines, "spread:    none: a method without one, or not fitted yet"])
-        ends = {"largest": self.spreads[0], "smallest": self.spreads[-1]}
-        lines += [f"spread:    {end} {r.relative:.3g} of the mean's size, in {r.name}" for end, r in ends.items()]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def inspect_file(dir: "str | os.PathLike[str]") -> list[Inspection]:  # noqa: A002
+def inspect_file(dir: "str | os.PathLike[str]") -> list[Summary]:  # noqa: A002
     """Describe a saved posterior from its file alone.
 
     Args:
@@ -273,23 +252,16 @@ def inspect_file(dir: "str | os.PathLike[str]") -> list[Inspection]:  # noqa: A0
         >>> from bayesify import bayesify, save
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(bayesify(torch.nn.Linear(3, 2), "vi", prior_sig=0.1), folder)
-        ...     inspect_file(folder)[0].prior_sigs
-        (0.1, 0.1)
+        ...     [row.name for row in inspect_file(folder)[0].spreads]
+        ['weight', 'bias']
     """
-    path, found = Path(dir) if Path(dir).name == POSTERIOR_FILE else Path(dir) / POSTERIOR_FILE, []
+    path, found = file_in(dir), []
     for member, file in read(path).items():
         posteriors = list(stored_posteriors(file))
         rows = [replace(_row(p.name, p), relative=_relative(p.std, p.mean)) for p in posteriors]
         rest = [Row(n, tuple(t.shape), note="stored as it is") for (kind, n), t in file.tensors.items() if kind == REST]
-        found.append(
-            Inspection(
-                path,
-                member,
-                Summary(repr(file.method), (*rows, *rest), _extra_bytes(posteriors)),
-                tuple(sorted(rows, key=lambda row: -row.relative)),
-                (min(p.prior_sig for p in posteriors), max(p.prior_sig for p in posteriors)),
-            )
-        )
+        place = str(path) + (f", member {member!r}" if member else "")
+        found.append(Summary(repr(file.method), (*rows, *rest), _extra_bytes(posteriors), file=place))
     return found
 
 
@@ -309,7 +281,3 @@ def _relative(std: Tensor, mean: Tensor) -> float:
     """Return sqrt(mean std^2) / sqrt(mean m^2), 0 for a point."""
     spread, size = (float(t.double().square().mean().sqrt()) for t in (std, mean))
     return spread / size if size else math.inf if spread else 0.0
-
-
-def _count(rows: Sequence[Row]) -> str:
-    return f"{sum(r.count for r in rows):,} numbers in {len(rows)} tensor{'s' * (len(rows) != 1)}"
