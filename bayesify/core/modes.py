@@ -62,14 +62,13 @@ def lasting_buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield f"{path}.{name}" if path else name, module, name
 
 
-def put_buffers(root: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put tensors in the place of buffers, by their plain names; return what was there."""
+def put_buffers(root: nn.Module, values: Mapping[str, Tensor], *, copies: bool = False) -> dict[str, Tensor]:
+    """Put tensors, or copies of them, in the place of buffers, by their plain names; return what was there."""
     before = {}
-    for name, module, attribute in list(lasting_buffers(root)):
-        if name in values:
-            before[name] = module._buffers[attribute]
-            module._buffers[attribute] = values[name]
-    return before  # type: ignore[return-value]
+    for name, module, attribute in [place for place in lasting_buffers(root) if place[0] in values]:
+        before[name] = now = module.get_buffer(attribute)
+        module._buffers[attribute] = values[name].to(now, copy=True) if copies else values[name]
+    return before
 
 
 class Buffers:
@@ -87,24 +86,13 @@ class Buffers:
 
     def put(self, root: nn.Module | None, *, start: bool) -> None:
         """Put those of the start in place, in copies that a forward may write to; or those of now."""
-        if root is None or start == bool(self.aside):
-            return
-        with self._lock:
-            if start and not self.aside:
-                self.aside = put_copies(root, self.start)
-            elif not start:
-                for name, module, attribute in list(lasting_buffers(root)):
-                    module._buffers[attribute] = self.aside.get(name, module._buffers[attribute])
-                self.aside = {}
-
-
-def put_copies(root: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put copies in the place of buffers, by their plain names; return what was there."""
-    places = [place for place in lasting_buffers(root) if place[0] in values]
-    before = {name: module.get_buffer(attribute) for name, module, attribute in places}
-    for name, module, attribute in places:
-        module._buffers[attribute] = values[name].to(before[name], copy=True)
-    return before
+        if root is not None and start != bool(self.aside):
+            with self._lock:
+                if start and not self.aside:
+                    self.aside = put_buffers(root, self.start, copies=True)
+                elif not start:
+                    put_buffers(root, self.aside)
+                    self.aside = {}
 
 
 def keep_buffers(root: Any, known: Mapping[str, Tensor]) -> None:
@@ -123,7 +111,7 @@ def put_buffers_of_start(view: nn.Module) -> None:
     """Give a view of a model, whose buffers are its own, the buffers of the start."""
     for root in view.modules():
         if "_bayesify_scope" in root.__dict__:
-            put_copies(root, kept_buffers(root))
+            put_buffers(root, kept_buffers(root), copies=True)
 
 
 def drop_from_state_dict(state_dict: dict[str, Any]) -> None:
