@@ -107,8 +107,8 @@ def main():
     save(model, args.out)
     figure = plots.before_after(before, after, ood=(before_ood, after_ood))
     figure.savefig(args.out / "before_after.svg")
-    title, photos = f"{args.model}, last layer", [x for x, _ in tests]
-    report = plots.report(after, args.out / "report.html", ood=after_ood, title=title, items=photos)
+    title = f"{args.model}, last layer"
+    report = plots.report(after, args.out / "report.html", ood=after_ood, title=title)
     print(f"see {args.out / 'before_after.svg'} and {report}; the posterior is in {args.out}")
 
 

@@ -34,13 +34,12 @@ from bayesify import (
     mix,
     param_groups,
     penalty,
-    plots,
     predict,
 )
 from bayesify.prediction.batches import call_model, device_of, logits_of, split_batch, to_device
 from bayesify.prediction.last_layer import same_output, watching
 from bayesify.quality.regression import mixture_nll
-from bayesify.quality.report import informative
+from bayesify.quality.report import shared
 
 PLAIN, MEMBERS = "plain", 5
 CLEAR = 2.0  # standard errors that count as a difference
@@ -90,8 +89,8 @@ class Row:
         """The uncertainties of test and of out-of-distribution data, by name."""
         if self.unknown is None:
             return {}
-        known, new = (informative(x.flat() if hasattr(x, "flat") else x) for x in (self.found, self.unknown))
-        return {name.lower(): (known[name].double(), new[name].double()) for name in known if name in new}
+        pairs = shared(*(x.flat() if hasattr(x, "flat") else x for x in (self.found, self.unknown)))
+        return {name.lower(): (known.double(), new.double()) for name, (known, new) in pairs.items()}
 
 
 def imported(source: str, name: str) -> Any:
@@ -377,24 +376,10 @@ def table(rows: list[Row], left_out: Sequence[str]) -> str:
     return "\n".join([*text, "", verdict(rows), *(f"Left out: {reason}" for reason in left_out)])
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw NLL against the cost of a prediction."""
-    ax = plots.new_axes(height=3.0)
-    for row in rows:
-        if "nll" in row.found.scores:
-            ax.plot(row.cost, row.found.scores["nll"], "o", markersize=4, label=row.name)
-    ax.set_xscale("log")
-    ax.legend(fontsize=plots.SMALL, frameon=False, loc="upper right")
-    plots.finish(ax, None, "processor time of a prediction over a plain one's", "NLL of the test data").savefig(path)
-
-
 def run(source: str, out: Path, **settings: Any) -> None:
-    """Compare, print the table and write it with its picture."""
+    """Compare, print the table and write it."""
     rows, left_out = compare(read_case(source), **settings)
     text = table(rows, left_out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "compare.md").write_text(text + "\n")
     print(f"{text}\n\nwrote {out / 'compare.md'}")
-    with suppress(ImportError):  # no matplotlib
-        draw(rows, out / "compare.svg")
-        print(f"wrote {out / 'compare.svg'}")

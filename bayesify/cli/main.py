@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--epochs", type=int, default=0, help="train the model so long; 0 takes it as trained (0)")
     compare.add_argument("--lr", type=float, default=1e-3, help="of that training, by AdamW (0.001)")
     compare.add_argument("--head", help="name of the last linear layer, where a forward pass does not find it")
-    compare.add_argument("--out", type=Path, default=Path("compare"), help="folder for the table and the picture")
+    compare.add_argument("--out", type=Path, default=Path("compare"), help="folder for the table")
 
     inspect = commands.add_parser("inspect", help="what a saved posterior holds: method, tensors, spread")
     inspect.add_argument("dir", type=Path, help="a folder that bayesify.save wrote")

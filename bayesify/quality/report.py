@@ -25,7 +25,6 @@ from bayesify.quality.conformal import conformal_pvalues
 
 _PIXELS_PER_INCH = 120
 _NO_INFORMATION = 1e-6
-_MOST_UNCERTAIN = 8
 _SCORES: tuple[tuple[str, str, Callable[..., float]], ...] = (
     ("Error", "fraction of wrong predictions", metrics.error),
     ("NLL", "mean negative log-likelihood, nats", metrics.nll),
@@ -64,7 +63,7 @@ class Table(NamedTuple):
     rows: Sequence[tuple[Any, ...]]
 
 
-Pictures: TypeAlias = dict[str, Any]  # captions, with functions that return a figure, or images
+Pictures: TypeAlias = dict[str, Callable[[], Any]]  # captions, with functions that return a figure
 Part: TypeAlias = Table | Pictures | str
 
 
@@ -75,7 +74,6 @@ def report(
     ood: Any = None,
     temperature: metrics.Temperature | float | None = None,
     title: str = "Predictive uncertainty",
-    items: Sequence[Any] | None = None,
     validation: Any = None,
     threshold: float | None = None,
 ) -> Path:
@@ -89,7 +87,6 @@ def report(
         temperature: A temperature fitted on other data. If None it is fitted on the labels of `predictive`, which
             flatters the numbers, and the page says so.
         title: The heading.
-        items: The examples of a classification in their order, texts or images, to show the most uncertain ones.
         validation: The prediction for the validation set, to compare `predictive` with: a window of production data, in
             the order of its arrival, whose confidence, abstentions, alarms and drift are shown.
         threshold: The confidence below which the model abstains, for this comparison. If None, that of
@@ -100,7 +97,6 @@ def report(
 
     Raises:
         TypeError: `predictive`, `ood` or `validation` has no class probabilities.
-        ValueError: `items` are not one text or image for each example.
 
     Example:
         >>> import tempfile
@@ -120,11 +116,6 @@ def report(
     if validation is not None:
         sections["Compared with the validation set"] = _compared(predictive, validation, threshold)
     predictive, ood = (x.flat() if hasattr(x, "flat") else x for x in (predictive, ood))
-    if items is not None and len(items) != len(predictive.probs):
-        raise ValueError(
-            f"items must be one text or image for each of {len(predictive.probs)} examples, got {len(items)}; "
-            "give them in the order of the data"
-        )
     draws = predictive.num_samples
     facts = [f"{len(predictive):,} examples", *([] if regression else [f"{predictive.probs.shape[1]:,} classes"])]
     facts += [f"method {predictive.method}"] if predictive.method else []
@@ -135,7 +126,6 @@ def report(
         sections |= _regression(predictive)
     else:
         sections |= _scored(predictive, temperature) | _uncertainty(predictive, ood)
-        sections["The most uncertain examples"] = [_uncertain(predictive, items)]
     made = f"Made on {date.today().isoformat()} by bayesify {VERSION} with torch {torch.__version__}."
     head = {"title": title, "facts": " · ".join(facts), "made": made}
     return _write(Path(path), (_json if str(path).endswith(".json") else _html)(head, sections))
@@ -172,7 +162,7 @@ def informative(predictive: Any) -> dict[str, Any]:
     return kinds
 
 
-def _shared(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
+def shared(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
     """Return the uncertainties that both predictions have."""
     one, other = informative(first), informative(second)
     return {name: (one[name], other[name]) for name in one if name in other}
@@ -180,7 +170,7 @@ def _shared(first: Any, second: Any) -> dict[str, tuple[Any, Any]]:
 
 def _compared(window: Any, validation: Any, threshold: float | None) -> list[Part]:
     """Compare a window of production data with the validation set."""
-    pairs = _shared(validation, window)  # one number for each example, as its tokens depend on each other
+    pairs = shared(validation, window)  # one number for each example, as its tokens depend on each other
     window, validation = (x.flat() if hasattr(x, "flat") else x for x in (window, validation))
     sets = {"Validation": validation, "Window": window}
     rows = [("Examples", "", len(validation), len(window)), *_means(sets)]
@@ -286,7 +276,7 @@ def _uncertainty(predictive: Any, ood: Any) -> dict[str, list[Part]]:
     """Tabulate the mean uncertainties, and how well they detect out-of-distribution data."""
     if ood is None:
         return {"Uncertainty": [Table(("", "Mean"), _means({"Mean": predictive}))]}
-    sets, pairs = {"In-distribution": predictive, "Out-of-distribution": ood}, _shared(predictive, ood)
+    sets, pairs = {"In-distribution": predictive, "Out-of-distribution": ood}, shared(predictive, ood)
     rows = [
         ("AUROC", "1 is perfect, 0.5 is chance", *(metrics.auroc(*pair) for pair in pairs.values())),
         ("FPR95", "false alarms at 95% detection", *(metrics.fpr95(*pair) for pair in pairs.values())),
@@ -298,18 +288,6 @@ def _uncertainty(predictive: Any, ood: Any) -> dict[str, list[Part]]:
         parts.append("Mutual information is left out: it is zero, as it is for a single sample.")
     parts.append({name: _plot("uncertainty_histogram", *pair, quantity=name) for name, pair in pairs.items()})
     return {"Uncertainty": [Table(("", *sets), _means(sets))], "Out-of-distribution detection": parts}
-
-
-def _uncertain(predictive: Any, items: Sequence[Any] | None) -> Part:
-    """Return the examples of largest entropy, as they are if `items` were given."""
-    answers = {}
-    for i in predictive.entropy.argsort(descending=True, stable=True)[:_MOST_UNCERTAIN].tolist():
-        right = "" if predictive.labels is None else f", label {int(predictive.labels[i])}"
-        answers[i] = f"class {int(predictive.probs[i].argmax())} at {float(predictive.confidence[i]):.0%}{right}"
-    if items is not None and not isinstance(items[0], str):
-        return {f"number {i}: {answer}": items[i] for i, answer in answers.items()}
-    texts = {i: f"number {i}" if items is None else items[i] for i in answers}
-    return Table(("", "Entropy"), [(texts[i], answer, float(predictive.entropy[i])) for i, answer in answers.items()])
 
 
 def _json(head: dict[str, str], sections: Mapping[str, Sequence[Part]]) -> str:
@@ -357,34 +335,15 @@ def _shown(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
-def _figure(caption: str, picture: Any) -> str:
-    """Return a figure as an image of its own, so that its ids clash with no other's; or an image of the data."""
-    buffer, text = io.BytesIO(), escape(caption)
-    if callable(picture):
-        figure = picture()
-        figure.savefig(buffer, format="svg")
-        kind, look = "svg+xml", f'width="{figure.get_figwidth() * _PIXELS_PER_INCH:.0f}"'
-    else:
-        _save_png(picture, buffer)
-        kind, look = "png", 'width="112" style="image-rendering: pixelated"'
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+def _figure(caption: str, picture: Callable[[], Any]) -> str:
+    """Return a figure as an image of its own, so that its ids clash with no other's."""
+    buffer, text, figure = io.BytesIO(), escape(caption), picture()
+    figure.savefig(buffer, format="svg")
+    width, data = figure.get_figwidth() * _PIXELS_PER_INCH, base64.b64encode(buffer.getvalue()).decode("ascii")
     return (
-        f'<figure><img {look} alt="{text}" src="data:image/{kind};base64,{data}">'
+        f'<figure><img width="{width:.0f}" alt="{text}" src="data:image/svg+xml;base64,{data}">'
         f"<figcaption>{text}</figcaption></figure>"
     )
-
-
-def _save_png(image: Any, file: io.BytesIO) -> None:
-    """Write an image, (H, W), (1 or 3, H, W) or (H, W, 3), from its darkest to its lightest."""
-    import matplotlib.image
-
-    values = torch.as_tensor(image).detach().cpu().double()
-    values = values.permute(1, 2, 0) if values.dim() == 3 and values.shape[0] in (1, 3) else values
-    if values.dim() not in (2, 3) or (values.dim() == 3 and values.shape[-1] not in (1, 3)):
-        raise ValueError(f"items must be texts or images such as (H, W) or (3, H, W), got shape {tuple(values.shape)}")
-    values = (values - values.min()) / (values.max() - values.min()).clamp_min(1e-12)
-    rgb = values.squeeze(-1) if values.shape[-1] == 1 else values
-    matplotlib.image.imsave(file, rgb.numpy(), cmap="gray", format="png")
 
 
 def _write(target: Path, text: str) -> Path:
