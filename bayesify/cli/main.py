@@ -102,45 +102,23 @@ def _report(file: Path, out: Path, title: str, threshold: float | None, **others
 
 
 def read_prediction(path: Path) -> Predictive:
-    """Read a prediction that was written with `numpy.savez(path, **out.numpy())`.
-
-    Args:
-        path: An .npz file of these arrays, or with `logits`, (S, N, ..., K) or (N, K), and perhaps `labels`.
-
-    Returns:
-        The prediction: that of the logits' softmax, unless the file says which averages were made of them.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Read a classification that was written with `numpy.savez(path, **out.numpy())`, or raise a ValueError."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             content = dict(arrays)
-    except FileNotFoundError:
-        raise ValueError(f"there is no {path}; write it with numpy.savez({str(path)!r}, **out.numpy())") from None
-    except (ValueError, AttributeError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no .npz file; write it with numpy.savez(file, **out.numpy())") from error
-    probs, entropies = content.get("probs"), content.get("expected_entropy")
-    if probs is None or entropies is None:
-        if "logits" not in content:
-            raise ValueError(
-                f"{path} has no array 'logits', got {sorted(content)}; write it with numpy.savez(file, **out.numpy()), "
-                "where out = predict(...) of a classification, or call plots.report(out, page) where it was made"
-            )
-        return Predictive.from_logits(content["logits"], content.get("labels"))
-    if probs.ndim < 2 or entropies.shape != probs.shape[:-1]:
-        raise ValueError(
-            f"{path} must hold a classification, one expected_entropy for each row of probs, got shapes "
-            f"{entropies.shape} and {probs.shape}; call plots.report(out, page) where other predictions were made"
+        probs, entropies = content["probs"], torch.from_numpy(content["expected_entropy"])
+        if probs.ndim < 2 or entropies.shape != probs.shape[:-1]:
+            raise ValueError("one entropy for each row of probabilities")
+        kept: dict[str, Any] = {name: torch.from_numpy(content[name]) if name in content else None for name in OPTIONAL}
+        return Predictive(
+            log_probs=torch.from_numpy(probs).double().clamp_min(np.finfo(np.float64).tiny).log(),
+            expected_entropy=entropies,
+            num_samples=int(content["num_samples"]),
+            closed_form=bool(content["closed_form"]),
+            method=str(content["method"]),
+            **kept,
         )
-    # A closed form is not the softmax of its logits, which are the mean's.
-    kept: dict[str, Any] = {name: torch.from_numpy(content[name]) if name in content else None for name in OPTIONAL}
-    samples = 0 if kept["logits"] is None else len(kept["logits"])
-    return Predictive(
-        log_probs=torch.from_numpy(probs).double().clamp_min(np.finfo(np.float64).tiny).log(),
-        expected_entropy=torch.from_numpy(entropies),
-        num_samples=int(content.get("num_samples", samples)),
-        closed_form=bool(content.get("closed_form", False)),
-        method=str(content.get("method", "")),
-        **kept,
-    )
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        found = f"there is no {path}" if isinstance(error, FileNotFoundError) else f"{path} holds no classification"
+        fix = f"write it with numpy.savez({str(path)!r}, **out.numpy()), where out = predict(...)"
+        raise ValueError(f"{found}; {fix}") from error
