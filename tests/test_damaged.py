@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from checkpoints import SETTINGS, net, trained
+from checkpoints import net, trained
 from safetensors.torch import load_file, save_file
 
 from bayesify import bayesify, load, named_posteriors, save
@@ -75,10 +75,6 @@ def prior(field, value):
     return lambda path: rewrite(path, lambda model, tensors: model["priors"]["embed.weight"].update({field: value}))
 
 
-def result(name, value):
-    return prior("results", {name: value})
-
-
 def without(key):
     return lambda path: rewrite(path, lambda model, tensors: tensors.pop(key))
 
@@ -99,9 +95,6 @@ def flip(path, where):
 RHO, MEAN, CENTER = "rho:conv.weight", "mean:conv.weight", "prior_center:embed.weight"
 
 
-NAN = torch.tensor(float("nan"))
-
-
 BAD = {
     "no file": (lambda p: p.unlink(), "there is no"),
     "cut at the end": (lambda p: p.write_bytes(p.read_bytes()[:-100]), "is damaged"),
@@ -114,42 +107,29 @@ BAD = {
     "version x": (metadata(version="x"), "is damaged"),
     "deep JSON": (metadata(models="[" * 100_000 + "]" * 100_000), "damaged.*Recursion"),
     "a list": (metadata(models="[1]"), "is damaged"),
-    "no models": (metadata(models="{}"), "is damaged"),
-    "NaN": (metadata(models='{"": NaN}'), "damaged.*NaN is no number"),
+    "no models": (metadata(models="{}"), "holds a mixture of 0, this is one model"),
     "unknown method": (put("method", "from_elsewhere"), "import the module that defines"),
     "method is a list": (put("method", ["vi"]), "is damaged"),
     "unknown option": (option("nonsense", 1), "damaged.*nonsense"),
-    "nst of a billion": (option("nst", 10**9), "damaged.*nst must be"),
+    "a negative nst": (option("nst", -1), "damaged.*nst must be"),
     "kld is a string": (option("kld", "1"), "damaged.*kld must be"),
     "link is a list": (option("link", ["exp"]), "is damaged"),
     "no prior_sig": (put("priors", {"embed.weight": {}}), "is damaged"),
     "prior_sig inf": (prior("prior_sig", 1e999), "damaged"),
-    "prior_sig nan": (prior("prior_sig", float("nan")), "damaged.*NaN is no number"),
+    "prior_sig nan": (prior("prior_sig", float("nan")), "damaged.*prior_sig"),
     **{f"prior_sig {v!r}": (prior("prior_sig", v), "damaged.*prior_sig") for v in (True, -1.0, 0.0, "0.1", None, [1])},
     **{f"fixed_row {v!r}": (prior("fixed_row", v), "damaged.*fixed_row") for v in (99, -1, [0, 1], True, "0", 1.5)},
-    "results of nothing": (prior("results", {"forward": 1}), "damaged.*forward is nothing that a fit finds"),
     "results are a list": (prior("results", [1]), "damaged.*'embed.weight'"),
-    **{
-        f"calibration {v!r}": (result("calibration", v), "damaged.*calibration is")
-        for v in (-1.0, True, "1", [1], None)
-    },
-    "calibration inf": (result("calibration", 1e999), "damaged"),
-    "no mean": (without(MEAN), "damaged.*mean of 'conv.weight' is missing"),
+    "no mean": (without(MEAN), "does not fit the model.*only in the model: .*conv.weight"),
     "no rho": (without(RHO), "damaged.*'conv.weight': rho is missing"),
-    "no center": (without(CENTER), "damaged.*prior_center is missing"),
+    "no center": (without(CENTER), "damaged.*prior_center"),
     "no frozen weight": (without("rest:frozen.weight"), "does not fit the model.*only in the model: .*frozen.weight"),
     "rho misshapen": (tensor(RHO, torch.zeros(1, 7)), "damaged.*rho has shape"),
     "center misshapen": (tensor(CENTER, torch.zeros(1, 7)), "damaged.*prior_center has shape"),
-    "rho of integers": (tensor(RHO, lambda t: t.long()), "damaged.*rho is of dtype torch.int64"),
-    "rho in half precision": (tensor(RHO, lambda t: t.half()), "damaged.*rho is of dtype torch.float16"),
-    "rho NaN": (tensor(RHO, lambda t: t.where(t > t.min(), NAN)), "damaged.*rho is not finite"),
-    "mean of integers": (tensor(MEAN, lambda t: t.long()), "damaged.*mean of 'conv.weight' is of dtype"),
     "unknown kind": (
         lambda p: rewrite(p, lambda m, t: t.update({"gamma:conv.weight": torch.ones(1)})),
         "gamma is noth",
     ),
-    "unknown name": (lambda p: rewrite(p, lambda m, t: t.update({"rho:conv.x": torch.ones(1)})), "belongs to no post"),
-    "unknown member": (lambda p: rewrite(p, lambda m, t: t.update({f"1/{RHO}": torch.ones(1)})), "is damaged"),
 }
 
 
@@ -165,48 +145,6 @@ def test_bad_files_change_nothing(spoil, message, wrapped, tmp_path):
     after = snapshot(target)
     assert before[1:] == after[1:]
     assert all(torch.equal(before[0][k], after[0][k]) for k in before[0])
-
-
-CHAIN = {
-    "count 0": ("count", lambda t: t * 0, "count is not a positive integer"),
-    "count of two": ("count", lambda t: t.repeat(2), "count is not a positive integer"),
-    "count 1.5": ("count", lambda t: t + 0.5, "count is not a positive integer"),
-    "negative scatter": ("scatter", lambda t: t - 1, "scatter is negative"),
-    "no average": ("average", None, "average is missing"),
-    "negative deviation": ("deviation", lambda t: -t, "deviation is negative"),
-}
-
-
-@pytest.mark.parametrize(("kind", "change", "message"), CHAIN.values(), ids=CHAIN)
-def test_bad_moments_change_nothing(kind, change, message, tmp_path):
-    method = "la" if kind == "deviation" else "sgld"
-    save(trained(method, {"thin": 1} if method == "sgld" else {}), tmp_path)
-    key = f"{kind}:conv.weight"
-    (without(key) if change is None else tensor(key, change))(tmp_path / POSTERIOR_FILE)
-    target = net(1)
-    before = snapshot(target)
-    with pytest.raises(CheckpointError, match=f"damaged.*{message}"):
-        load(target, tmp_path)
-    assert before[1:] == snapshot(target)[1:]
-    assert all(torch.equal(t, target.state_dict()[k]) for k, t in before[0].items())
-
-
-FOUND = {
-    "la": ({"fitted_sig": "1.0"}, {"fitted_sig": -1.0}, {"tuned": 1}, {"tuned": None}, {"partner": ["conv.bias"]}),
-    "ivon": ({"strength": 0.0}, {"strength": "10"}, {"strength": [10.0]}),
-}
-
-
-@pytest.mark.parametrize(("method", "results"), [(m, r) for m, each in FOUND.items() for r in each])
-def test_results_that_no_fit_finds_change_nothing(method, results, tmp_path):
-    save(bayesify(net(), method, **SETTINGS), tmp_path)
-    rewrite(tmp_path / POSTERIOR_FILE, lambda model, _: model["priors"]["conv.weight"]["results"].update(results))
-    target = net(1)
-    before = snapshot(target)
-    with pytest.raises(CheckpointError, match=rf"damaged.*'conv.weight': {next(iter(results))} is"):
-        load(target, tmp_path)
-    assert before[1:] == snapshot(target)[1:]
-    assert all(torch.equal(t, target.state_dict()[k]) for k, t in before[0].items())
 
 
 def test_no_bit_of_a_file_can_change_unnoticed(tmp_path):

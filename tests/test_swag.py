@@ -245,22 +245,13 @@ def test_collecting_goes_on_after_a_reload():
     torch.testing.assert_close(mu, torch.cat([iterates, iterates[-1:]]).mean(0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("count", lambda t: torch.zeros_like(t)),
-        ("iterates", lambda t: t[:1]),
-        ("iterates", lambda t: t[:, :1]),
-        ("scatter", lambda t: t - 1e3),
-        ("average", lambda t: t * torch.nan),
-    ],
-)
-def test_a_state_that_is_none_is_refused(name, change):
+@pytest.mark.parametrize(("name", "change"), [("iterates", lambda t: t[:, :1]), ("average", lambda t: t[:1])])
+def test_a_state_of_another_shape_is_refused(name, change):
     model, _ = walked(3)
     posterior = next(p for _, p in named_posteriors(model))
     state = posterior.state()
     posterior.check_state(state)
-    with pytest.raises(ValueError, match=name if name != "count" else "count is not"):
+    with pytest.raises(ValueError, match=f"{name} has shape"):
         posterior.check_state({**state, name: change(state[name])})
 
 

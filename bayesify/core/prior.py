@@ -30,7 +30,8 @@ def relative_sig(param: Tensor, fan_in: int) -> float:
     """Return the prior scale of a tensor, RELATIVE_SIG * max(sqrt(mean theta^2), FLOOR / sqrt(fan_in))."""
     values = param.detach()
     rms = float(values.float().square().mean().sqrt()) if values.numel() else 0.0
-    return RELATIVE_SIG * max(rms, FLOOR / math.sqrt(max(fan_in, 1)))
+    least = FLOOR / math.sqrt(max(fan_in, 1))
+    return RELATIVE_SIG * (max(rms, least) if math.isfinite(rms) else least)  # the prior mean may be from elsewhere
 
 
 def nearest(weights: int) -> float:

@@ -1,4 +1,4 @@
-"""What a posterior stores beside the mean, and the checks of a stored state: one table for state dicts and files.
+"""What a posterior stores beside the mean: one table of tensors for state dicts and files.
 
 A rho is a spread only together with its link, and moments belong to one method. So every posterior puts its settings
 into the state dict, as bytes in a tensor, and refuses the state of a posterior that is another kind of thing.
@@ -8,11 +8,10 @@ buffers of the weights' size to every process at every forward.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,43 +29,15 @@ class StateDictError(ValueError, RuntimeError):
     """A state dict that does not belong to the bayesified model."""
 
 
-class Kept(NamedTuple):
-    """What a tensor is that a posterior keeps.
-
-    Its form is "same", of the parameter's shape; "stack", (k, *shape) for k up to the posterior's `most`; "count", a
-    positive integer; or "free", of a shape of its own.
-    """
-
-    form: str = "same"
-    positive: bool = False  # whether no element is negative
-    precise: bool = True  # whether it is in float32 at least; else in the parameter's own precision, or a constant
-
-    def check(self, name: str, tensor: Tensor, shape: torch.Size, most: int) -> None:
-        """Raise a ValueError unless a tensor can be this one, of a parameter of some shape."""
-        if self.form == "count":
-            if tensor.dim() or tensor.dtype != torch.int64 or int(tensor) < 1:
-                raise ValueError(f"{name} is not a positive integer")
-            return
-        own = tensor.shape if self.form != "stack" or not tensor.dim() else tensor.shape[1:]
-        misshapen = own != shape and (self.precise or tensor.dim() > 0)
-        if self.form != "free" and (misshapen or (self.form == "stack" and not 0 < len(tensor) <= most)):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}")
-        if not tensor.is_floating_point() or (tensor.dtype in LOW_PRECISION and self.precise):
-            raise ValueError(f"{name} is of dtype {tensor.dtype}")
-        # A sum is quick, and finite only if every element is; large elements may still add up to infinity.
-        if not (math.isfinite(tensor.sum()) or bool(tensor.isfinite().all())):
-            raise ValueError(f"{name} is not finite")
-        if self.positive and bool((tensor < 0).any()):
-            raise ValueError(f"{name} is negative")
-
-
 class Stored(nn.Module):
     """A module that stores its settings with its tensors; the base of every posterior."""
 
     settings: ClassVar[tuple[str, ...]] = ("prior_sig", "flat", "fixed_row")  # a stored state must agree with them
     results: ClassVar[tuple[str, ...]] = ()  # the attributes that a fit finds; a model takes over those of a state
-    kept: ClassVar[dict[str, Kept]] = {CENTER: Kept(precise=False)}  # beside parameters and buffers; None is none yet
-    most: int = 0  # rows of a "stack"
+    kept: ClassVar[dict[str, str]] = {CENTER: "same"}
+    """The tensors beside parameters and buffers, None while there is none, with their forms: "same" is
+    of the parameter's shape or a constant, "stack" (k, *shape) for k up to `most`, "count" an integer, "free" any."""
+    most: int = 0
     calibration: float = 1.0  # the factor on the spread that `calibrate` found
     relative: bool = False  # whether prior_sig follows from the weights that the model had: then it is taken over too
     layout: Layout | None = None  # which rows this process holds of a sharded posterior; None where it is whole
@@ -94,15 +65,18 @@ class Stored(nn.Module):
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise a ValueError unless `state()` can have returned these; `load` asks before it changes anything."""
+        """Raise a ValueError unless these are the tensors of `state()`; `load` asks before it changes anything."""
         own = self.state()
         if missing := own.keys() - state.keys():
             raise ValueError(f"{', '.join(sorted(missing))} is missing")
         if unknown := state.keys() - own.keys() - self._buffers.keys() - self.kept.keys():
             raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a {type(self).__name__} has")
         for name, tensor in state.items():
-            shape = own[name].shape if name in own and name not in self.kept else self.shape
-            self.kept.get(name, Kept()).check(name, tensor, shape, self.most)
+            form = self.kept.get(name)
+            shape = self.shape if form or name not in own else own[name].shape
+            found = tensor.shape[1:] if form == "stack" else tensor.shape
+            if form not in ("count", "free") and found != shape and (form is None or tensor.dim()):
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the parameter {tuple(self.shape)}")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over the tensors of `state()`, keeping the identity of parameters."""
@@ -146,7 +120,7 @@ class Stored(nn.Module):
 
     def like_mean(self) -> tuple[str, ...]:
         """Return the names of the kept tensors with an element for each of the parameter's, which are cut like it."""
-        return tuple(name for name, kept in self.kept.items() if kept.form in ("same", "stack"))
+        return tuple(name for name, form in self.kept.items() if form in ("same", "stack"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast: the prior mean follows the parameter, the posterior's own state never goes below float32."""
@@ -173,15 +147,15 @@ class Stored(nn.Module):
     def _with_room(self, layout: Layout) -> dict[str, Tensor]:
         """Return the kept tensors of a sharded model, and room for those to come, which a distributed load needs."""
         out, blank = self.held(), self.blank()
-        for name, kept in self.kept.items():
-            if kept.form == "stack":
+        for name, form in self.kept.items():
+            if form == "stack":
                 rows = blank.new_zeros((self.most, *blank.shape))
                 if name in out:
                     rows[: len(out[name])] = part(out[name])
                 out[name] = layout.joined(rows)
-            elif kept.form == "count":
+            elif form == "count":
                 out.setdefault(name, blank.new_zeros((), dtype=torch.int64))
-            elif kept.form == "same" and name not in out:
+            elif form == "same" and name not in out:
                 out[name] = layout.joined(blank.clone())
         return out
 
@@ -207,7 +181,7 @@ class Stored(nn.Module):
         else:
             rows = decoded(state_dict[prefix + EXTRA])["held"] if prefix + EXTRA in state_dict else {}
             state = {name: tensor for name, tensor in state.items() if rows.get(name) != 0}
-            self._take({n: t[: rows.get(n)] if self.kept[n].form == "stack" else t for n, t in state.items()})
+            self._take({n: t[: rows.get(n)] if self.kept[n] == "stack" else t for n, t in state.items()})
 
     # -- settings and results ----------------------------------------------------------------------------------
 
@@ -225,33 +199,12 @@ class Stored(nn.Module):
         """Return the results that there are, which JSON can hold."""
         return {name: getattr(self, name) for name in self.taken_over()}
 
-    def check_results(self, results: Mapping[str, Any]) -> None:
-        """Raise a ValueError unless `found` can have returned these, each of the kind of the attribute's default.
-
-        That is a text or a positive number, for which None says that it is not known yet; a calibration may be 0.
-        """
-        if unknown := results.keys() - set(self.taken_over()):
-            raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
-        for name, value in results.items():
-            default = getattr(type(self), name, 1.0)
-            if isinstance(default, str):
-                fits = isinstance(value, str)
-            elif value is None:
-                fits = default is None
-            else:
-                fits = type(value) in (int, float) and 0 <= value < math.inf and (value > 0 or name == "calibration")
-            if not fits:
-                raise ValueError(f"{name} is {value!r}")
-
     def get_extra_state(self) -> Tensor:
         """Return settings and results for a state dict, whose values are tensors: libraries clone and save them."""
         method, held = getattr(self.reader, "method", None), self.held()
         options = {name: getattr(method, name) for name in getattr(method, "fitted", ())}
-        rows = {
-            name: len(held[name]) if kept.form == "stack" else 1 for name, kept in self.kept.items() if name in held
-        }
-        about = (self.described(), self.found(), options, {**dict.fromkeys(self.kept, 0), **rows})
-        return encoded(dict(zip(PARTS, about, strict=True)))
+        rows = {n: 0 if n not in held else len(held[n]) if form == "stack" else 1 for n, form in self.kept.items()}
+        return encoded(dict(zip(PARTS, (self.described(), self.found(), options, rows), strict=True)))
 
     def set_extra_state(self, state: Any) -> None:
         """Take over the results of a state dict, if its settings are the posterior's own; else a StateDictError."""
@@ -263,7 +216,7 @@ class Stored(nn.Module):
 
     def checked_extra_state(self, state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the results and options of a state dict, if its settings are the posterior's own."""
-        about, own, method = decoded(state), self.described(), getattr(self.reader, "method", None)
+        about, own = decoded(state), self.described()
         theirs, results = about["settings"], about["results"]
         if differ := [k for k in {**own, **theirs} if own.get(k) != theirs.get(k) and k not in results]:
             here, there = (", ".join(f"{k}={d.get(k)!r}" for k in differ) for d in (own, theirs))
@@ -273,14 +226,6 @@ class Stored(nn.Module):
             )
         results = {name: value for name, value in results.items() if name in self.taken_over()}
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in about["options"].items()}
-        try:
-            self.check_results(results)
-            if unknown := options.keys() - set(getattr(method, "fitted", ())):
-                raise ValueError(f"{', '.join(sorted(unknown))} is nothing that a fit finds")
-            if options:
-                replace(method, **options)  # type: ignore[type-var]  # which checks the values
-        except (ValueError, TypeError) as error:
-            raise StateDictError(f"the state dict's {self.name!r} is damaged: {error}; use another copy") from error
         return results, options
 
     def __prepare_scriptable__(self) -> nn.Module:

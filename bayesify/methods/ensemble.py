@@ -17,7 +17,6 @@ from bayesify.core.modes import MEAN, MEMBER, Mode
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, following, state_dtype
 from bayesify.core.ranks import is_whole
-from bayesify.core.stored import Kept
 from bayesify.core.wrap import bayesify, unbayesify
 from bayesify.engine import noise as noises
 from bayesify.methods import norm_statistics
@@ -120,7 +119,7 @@ class EnsemblePosterior(VanillaPosterior):
     running statistics of its normalization layers, one after the other.
     """
 
-    kept = Posterior.kept | {"members": Kept("stack", precise=False), "statistics": Kept("free")}
+    kept = Posterior.kept | {"members": "stack", "statistics": "free"}
     particles = True
     draws_on_shards = True
 

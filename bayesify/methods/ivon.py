@@ -20,7 +20,6 @@ from bayesify.core.prior import Energy, Factor, Part, Prior, has_moved, host, sc
 from bayesify.core.ranks import shared_seed
 from bayesify.core.reading import Scope
 from bayesify.core.sampling import Draw, Recipe
-from bayesify.core.stored import Kept
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
 from bayesify.engine.writing import Formula
@@ -68,7 +67,7 @@ class IVONPosterior(Posterior):
     """
 
     gaussian = True
-    kept = Posterior.kept | {"h": Kept(positive=True)}
+    kept = Posterior.kept | {"h": "same"}
     draws_on_shards = True  # one theta per optimizer step, on all processes
     results = ("strength",)
     strength: float | None = None  # lambda, which the optimizer knows

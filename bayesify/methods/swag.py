@@ -6,7 +6,7 @@ of K numbers for the whole draw, so that weights of different layers move togeth
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +20,6 @@ from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
 from bayesify.core.ranks import is_whole
 from bayesify.core.scopes import named_posteriors
-from bayesify.core.stored import Kept
 from bayesify.engine.noise import name_key
 from bayesify.methods.stages import Copies, Place, Stages
 
@@ -119,7 +118,7 @@ class SWAGPosterior(CollectedPosterior):
     """
 
     gaussian = False  # the elements' noise is shared
-    kept = CollectedPosterior.kept | {"iterates": Kept("stack")}
+    kept = CollectedPosterior.kept | {"iterates": "stack"}
     missing = (
         "SWAG needs two iterates; train with cycles = bayesify.Cycles(optimizer, model, steps=...) and cycles.step() "
         "after every optimizer.step(), or call bayesify.methods.swag.collect(model) now and then"
@@ -200,11 +199,6 @@ class SWAGPosterior(CollectedPosterior):
         """Return mu + noise; its gradient passes to the parameter as it is."""
         return (self.mean_theta(mean).to(noise.dtype) + noise).to(mean.dtype)
 
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise unless these tensors can be moments and iterates of one path."""
-        super().check_state(state)
-        if "count" in state and len(state["iterates"]) != min(int(state["count"]), self.most):
-            raise ValueError(f"{len(state['iterates'])} iterates are kept of {int(state['count'])}")
 
 
 def collect(model: nn.Module) -> None:

@@ -3,10 +3,9 @@
 The curvature is computed by `bayesify.fit_laplace`: element by element, or as Kronecker factors of each layer.
 """
 
-import math
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,19 +17,13 @@ from bayesify.core.method import MomentsPosterior, Tempered
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype, wide
 from bayesify.core.reading import Scope
-from bayesify.core.stored import Kept
 from bayesify.engine.noise import Stream, name_key
 from bayesify.engine.writing import Formula
 from bayesify.prediction.gaussian import GaussianLogits, Spread
 from bayesify.prediction.likelihoods import Regression
 
 PIECE = 1 << 22  # elements at a time in full precision
-KRON = {  # the tensors of a posterior that hold its `Kron`
-    "left": Kept("free"),
-    "left_values": Kept("free", positive=True),
-    "right": Kept("free"),
-    "right_values": Kept("free", positive=True),
-}
+KRON = dict.fromkeys(("left", "left_values", "right", "right_values"), "free")  # the tensors that hold a `Kron`
 
 
 class Kron(NamedTuple):
@@ -47,13 +40,6 @@ class Kron(NamedTuple):
     left_values: Tensor  # (m,)
     right: Tensor | None  # of the columns' factor, (columns, n)
     right_values: Tensor  # (n,)
-
-    def fits(self, shape: torch.Size) -> bool:
-        """Return whether these can be the factors of a parameter of some shape."""
-        sides = ((self.left, self.left_values), (self.right, self.right_values))
-        if any(v is None or v.dim() != 1 or (basis is not None and basis.shape[1:] != v.shape) for basis, v in sides):
-            return False
-        return math.prod(len(v if basis is None else basis) for basis, v in sides) == shape.numel()
 
     def curvature(self) -> Tensor:
         """Return b_k a_i in the eigenbases."""
@@ -209,7 +195,7 @@ class LaplacePosterior(MomentsPosterior):
     """
 
     results = ("fitted_sig", "tuned", "partner")
-    kept = Posterior.kept | {"deviation": Kept(positive=True)} | KRON
+    kept = Posterior.kept | {"deviation": "same"} | KRON
     missing = "Laplace has not been fitted; call bayesify.fit_laplace(model, loader) after training"
 
     deviation: Tensor | None
@@ -335,13 +321,6 @@ class LaplacePosterior(MomentsPosterior):
     def found(self) -> dict[str, Any]:
         """Return what the fit has found, once there is one."""
         return {n: v for n, v in super().found().items() if self.ready or n not in self.results}
-
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise unless these tensors can be a diagonal or a Kronecker-factored covariance, or none."""
-        super().check_state(state)
-        factors: Any = [state.get(name) for name in KRON]
-        if any(t is not None for t in factors) and ("deviation" in state or not Kron(*factors).fits(self.shape)):
-            raise ValueError("the Kronecker factors are incomplete, damaged, of another shape, or beside a deviation")
 
     def after_load(self) -> None:
         """Take the mean that is there for that of the fit."""
