@@ -114,7 +114,7 @@ BAD = {
     "a negative nst": (option("nst", -1), "damaged.*nst must be"),
     "kld is a string": (option("kld", "1"), "damaged.*kld must be"),
     "link is a list": (option("link", ["exp"]), "is damaged"),
-    "no prior_sig": (put("priors", {"embed.weight": {}}), "is damaged"),
+    "no prior_sig": (put("priors", {"embed.weight": {}}), "is damaged|does not fit the model"),
     "prior_sig inf": (prior("prior_sig", 1e999), "damaged"),
     "prior_sig nan": (prior("prior_sig", float("nan")), "damaged.*prior_sig"),
     **{f"prior_sig {v!r}": (prior("prior_sig", v), "damaged.*prior_sig") for v in (True, -1.0, 0.0, "0.1", None, [1])},

@@ -6,8 +6,8 @@ recalibrated plain model are paired by test item, with their standard errors.
 
 import copy
 import importlib
-import importlib.util
 import math
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,15 +100,10 @@ def imported(source: str, name: str) -> Any:
     if home not in sys.path:
         sys.path.insert(0, home)  # as `python file.py` does: it may import what lies beside it
     try:
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place) if place.endswith(".py") else None
-        if spec is None or spec.loader is None:
-            module = importlib.import_module(place)
-        else:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+        names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"cannot read {place!r} ({error}); give file.py:function or module:function") from error
-    found = getattr(module, given or name, None)
+    found = names.get(given or name)
     if not callable(found) and not isinstance(found, methods.Method):
         raise ValueError(f"{place} has no function {given or name!r}; write {LINE!r}, or name yours after a colon")
     return found

@@ -35,7 +35,7 @@ def digits(seed: int) -> list[TensorDataset]:
 
 
 def trained(data: TensorDataset, seed: int) -> nn.Sequential:
-    """Train a plain network, as anybody would."""
+    """Train a plain network."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)

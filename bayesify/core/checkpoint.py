@@ -230,10 +230,11 @@ class File(NamedTuple):
 
     def posterior(self, name: str, param: Tensor) -> Posterior:
         """Build the posterior of one parameter as it was but for its tensors; a CheckpointError if it cannot be."""
-        about, state = self.priors[name], self.state(name)
+        state = self.state(name)
         if is_sharded(param):
             param = self.tensors[MEAN, name].to(param.dtype)
         try:
+            about = self.priors[name]
             results, sig = about["results"], about["prior_sig"]
             prior = Prior(state[CENTER].to(param), sig, about["is_bias"], relative="prior_sig" in results)
             posterior = self.method.posterior(param, prior, fixed_row=about["fixed_row"])

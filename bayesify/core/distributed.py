@@ -119,7 +119,7 @@ class Layout(NamedTuple):
         return tensor.narrow(0, self.first, self.rows) * factor
 
     def joined(self, local: Tensor) -> Tensor:
-        """Make a sharded tensor of everybody's parts."""
+        """Make a sharded tensor of the parts of all processes."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         above = local.dim() - len(self.shape)

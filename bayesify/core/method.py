@@ -138,7 +138,7 @@ class Method(metaclass=Options):
         """Write what a mode reads beside the parameters into the model, which is about to lose its posteriors."""
 
     def default_samples(self, posteriors: Sequence[Posterior]) -> int:
-        """Return how many samples `predict` takes where nobody says it."""
+        """Return how many samples `predict` takes by default."""
         return self.nst
 
     def split(self, root: nn.Module, scope: Any) -> list[nn.Module]:

@@ -209,9 +209,9 @@ def mix(models: Iterable[nn.Module]) -> Mixture:
 
 
 def components(model: nn.Module) -> list[nn.Module]:
-    """Return the members of a mixture, the very models that were mixed; of another model, itself alone.
+    """Return the members of a mixture, which are the models that were mixed; for another model, itself alone.
 
-    Of a model of method "ensemble" each member is a copy, of method "vanilla", whose frozen weights are in memory once.
+    For method "ensemble" each member is a copy, of method "vanilla", and frozen weights are in memory once.
 
     Args:
         model: A model, or a module that contains a mixture.

@@ -1,4 +1,4 @@
-"""Which theta a forward is asked for: modes, the blocks that set them, and what past forwards have read.
+"""Which theta a forward reads: modes, the `with` blocks that set them, and a record of past forwards.
 
 A block holds for the code inside of it: threads and coroutines have blocks of their own, and a task inherits those of
 the code that starts it. Leaving a block ends it for all threads.
@@ -35,7 +35,7 @@ class Mode(NamedTuple):
     mean: bool = False
     member: int = 0  # which component of a mixture runs, modulo how many it has
     prior: bool = False
-    start: bool = False  # whether the model's buffers are those of the start
+    start: bool = False  # whether the model's buffers are the original ones
 
 
 BY_TRAINING_FLAG = Mode()
@@ -63,7 +63,7 @@ def lasting_buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def put_buffers(root: nn.Module, values: Mapping[str, Tensor], *, copies: bool = False) -> dict[str, Tensor]:
-    """Put tensors, or copies of them, in the place of buffers, by their plain names; return what was there."""
+    """Replace buffers, by their plain names, with tensors or copies of them; return the replaced ones."""
     before = {}
     for name, module, attribute in [place for place in lasting_buffers(root) if place[0] in values]:
         before[name] = now = module.get_buffer(attribute)
@@ -72,11 +72,11 @@ def put_buffers(root: nn.Module, values: Mapping[str, Tensor], *, copies: bool =
 
 
 class Buffers:
-    """The buffers of a bayesified model, by their plain names: as they were at the start, and those set aside now."""
+    """A bayesified model's original buffers, which `prior` reads, and its current ones while these are set aside."""
 
     def __init__(self) -> None:
-        self.start: dict[str, Tensor] = {}
-        self.aside: dict[str, Tensor] = {}  # those of now, while those of the start are in their place
+        self.start: dict[str, Tensor] = {}  # by plain name, as they were when `bayesify` was called
+        self.aside: dict[str, Tensor] = {}  # the current ones, while copies of the original ones are in their place
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Buffers":
@@ -85,7 +85,7 @@ class Buffers:
         return copied
 
     def put(self, root: nn.Module | None, *, start: bool) -> None:
-        """Put those of the start in place, in copies that a forward may write to; or those of now."""
+        """Put copies of the original buffers in place, which a forward may write to; or put the current ones back."""
         if root is not None and start != bool(self.aside):
             with self._lock:
                 if start and not self.aside:
@@ -96,42 +96,42 @@ class Buffers:
 
 
 def keep_buffers(root: Any, known: Mapping[str, Tensor]) -> None:
-    """Keep the buffers as they are now, or as they were by what is known under their plain names."""
+    """Keep the present buffers as the original ones, but for those whose original values are `known` by plain name."""
     now = {name: module.get_buffer(attribute) for name, module, attribute in lasting_buffers(root)}
     root._bayesify_scope.buffers.start = {n: known.get(n, t).detach().to(t, copy=True) for n, t in now.items()}
 
 
 def kept_buffers(root: Any) -> dict[str, Tensor]:
-    """Return the buffers as they were, under their plain names."""
+    """Return the original buffers by their plain names."""
     start = root._bayesify_scope.buffers.start
     return {name: start[name] for name, _, _ in lasting_buffers(root) if name in start}
 
 
 def put_buffers_of_start(view: nn.Module) -> None:
-    """Give a view of a model, whose buffers are its own, the buffers of the start."""
+    """Put copies of the original buffers into a view of a model, whose buffers are its own."""
     for root in view.modules():
         if "_bayesify_scope" in root.__dict__:
             put_buffers(root, kept_buffers(root), copies=True)
 
 
 def drop_from_state_dict(state_dict: dict[str, Any]) -> None:
-    """Take the buffers of the start out of a state dict that is to be a plain model's."""
+    """Remove the original buffers from a state dict that is meant for a plain model."""
     for key in [k for k in state_dict if k.endswith(START_SUFFIX) and k.removesuffix(START_SUFFIX) in state_dict]:
         del state_dict[key]
 
 
 def save_start(root: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add the buffers of the start to a state dict; a hook on the bayesified model."""
+    """Add the original buffers to a state dict; a hook on the bayesified model."""
     state_dict.update({prefix + name + START_SUFFIX: tensor for name, tensor in kept_buffers(root).items()})
 
 
 def restore_buffers(root: Any, *_: Any) -> None:
-    """Put the buffers of now in place before a state dict is made; a hook on the bayesified model."""
+    """Put the current buffers back before a state dict is made; a hook on the bayesified model."""
     root._bayesify_scope.buffers.put(root, start=False)
 
 
 def load_start(root: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take the buffers of the start out of a state dict that is loaded; a hook on the bayesified model."""
+    """Take over the original buffers from a state dict that is loaded; a hook on the bayesified model."""
     restore_buffers(root)
     for name, module, attribute in lasting_buffers(root):
         found = state_dict.pop(prefix + name + START_SUFFIX, None)
@@ -175,7 +175,7 @@ def override(scopes: Iterable[Scope], mode: Mode) -> Iterator[None]:
     running = [(block.scope.now, block.scope.now.frame) for block in blocks]
     for block, (now, _) in zip(blocks, running, strict=True):
         block.scope.buffers.put(block.scope.root, start=mode.start)
-        now.frame = None  # a forward that runs around the block goes on after it
+        now.frame = None  # a forward that is running around the block continues after it
     try:
         yield
     finally:
@@ -215,7 +215,7 @@ class TracedBlock:
         self.outer, self.scope.now.mode = self.scope.now.mode, mode
 
     def __exit__(self, *error: Any) -> None:
-        """Put back what was there."""
+        """Restore the mode around the block."""
         if self.plain is not None:
             self.plain.__exit__(*error)
             self.plain = None
@@ -265,8 +265,8 @@ def node_count() -> int:
 class Past:
     """The past forwards of a model, by thread, and the seeds that were drawn for them.
 
-    Autograd numbers its nodes in the order in which a thread makes them. A forward is known by its thread and the
-    numbers of its nodes, a recomputation by the node on whose behalf it runs, whatever kind of checkpointing it is.
+    Autograd numbers the nodes of a thread in the order of their creation. A recomputation runs on behalf of a node,
+    whose number lies in the range of the forward that it repeats, whatever kind of checkpointing it is.
     """
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def training_seed() -> int:
 
 
 def shared_seed() -> int:
-    """Take a seed from torch's global generator; with several processes, which must all come here, that of rank 0.
+    """Take a seed from torch's global generator; with several processes, which must all call this, that of rank 0.
 
     The chains of replicas must move alike, and a prediction that is spread over ranks must be one model's.
     """

@@ -1,7 +1,7 @@
 """What a posterior stores beside the mean: one table of tensors for state dicts and files.
 
 A rho is a spread only together with its link, and moments belong to one method. So every posterior puts its settings
-into the state dict, as bytes in a tensor, and refuses the state of a posterior that is another kind of thing.
+into the state dict, as bytes in a tensor, and refuses a state with other settings.
 
 Tensors that no gradient moves are plain attributes, neither parameters nor buffers: DistributedDataParallel would send
 buffers of the weights' size to every process at every forward.

@@ -200,7 +200,6 @@ class SWAGPosterior(CollectedPosterior):
         return (self.mean_theta(mean).to(noise.dtype) + noise).to(mean.dtype)
 
 
-
 def collect(model: nn.Module) -> None:
     """Collect the present weights of a model of method "swag", all at once.
 

@@ -22,9 +22,8 @@ from bayesify.core.wrap import unbayesify
 from bayesify.prediction.deployed import NUMBERS, Deployed, LastLayerVoice, NoveltyVoice, Voice, with_values
 from bayesify.prediction.novelty import novelty_of
 from bayesify.prediction.predict import is_plain, share, task_of
-from bayesify.prediction.predictive import check_share
 from bayesify.prediction.regression import noise_of
-from bayesify.quality.regression import check_level
+from bayesify.quality.arrays import check_fraction
 
 TASKS = ("classification", "tokens", *NUMBERS, "multilabel")
 
@@ -90,10 +89,10 @@ def deploy(
         raise ValueError(f"a temperature divides logits, and the task is {task!r}")
     if temperature is not None and not 0 < float(temperature) < math.inf:
         raise ValueError(f"temperature must be positive and finite, got {temperature}; 1.0 changes nothing")
-    check_level(level)
+    check_fraction("level", level, "0.95 is customary")
     known = novelty_of(model)
     if false_alarms is not None:
-        check_share(false_alarms)
+        check_fraction("false_alarms", false_alarms, "0.05 is one in twenty")
         if known is None:
             raise ValueError("the model has no novelty to raise alarms by; call fit_novelty(model, train_loader) first")
     voices = list(_voices(model, samples, seed, task))

@@ -20,8 +20,9 @@ from bayesify.core.scopes import check_module
 from bayesify.core.selection import plain_tensors
 from bayesify.prediction.batches import as_batches, split_batch
 from bayesify.prediction.last_layer import Call, Reader, host_of, posteriors_of
-from bayesify.prediction.predictive import Prediction, check_share, in_full
+from bayesify.prediction.predictive import Prediction, in_full
 from bayesify.prediction.view import can_be_viewed, evaluation, view
+from bayesify.quality.arrays import check_fraction
 from bayesify.quality.conformal import conformal_pvalues
 from bayesify.quality.metrics import Moments, Reference
 
@@ -126,7 +127,7 @@ def fit_novelty(
         torch.Size([2])
     """
     check_module(model)
-    check_share(false_alarms)
+    check_fraction("false_alarms", false_alarms, "0.05 is one in twenty")
     if at not in (None, *PLACES):
         raise ValueError(f"at must be one of {list(PLACES)}, or None, got {at!r}")
     source = iter(as_batches(loader))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from bayesify.core.summary import html_table
 from bayesify.prediction.batches import IGNORED, joined_labels, values_like
 from bayesify.quality import metrics
-from bayesify.quality.arrays import Array
+from bayesify.quality.arrays import Array, check_fraction
 from bayesify.quality.conformal import conformal_sets
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Prediction:
             ValueError: The model has no `fit_novelty`, or the share is out of range.
         """
         level = self.false_alarms if false_alarms is None else false_alarms
-        check_share(level)
+        check_fraction("false_alarms", level, "0.05 is one in twenty")
         if self.novelty_pvalue is None:
             raise ValueError("the prediction has no novelty; call fit_novelty(model, train_loader) before predict")
         return self.novelty_pvalue <= level
@@ -128,12 +128,6 @@ class Prediction:
         if bool(getattr(self, self._average).isnan().any()):
             scores = ", outputs that are not finite"
         return f"{type(self).__name__}({len(self)} examples, {self._details(averaged)}{scores})"
-
-
-def check_share(value: float) -> None:
-    """Raise unless a false-alarm rate is between 0 and 1."""
-    if not 0 < value < 1:
-        raise ValueError(f"false_alarms must be between 0 and 1, got {value}; 0.05 is one in twenty")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

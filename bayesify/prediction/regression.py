@@ -12,6 +12,7 @@ from bayesify.core.reading import Scope
 from bayesify.prediction.batches import values_like
 from bayesify.prediction.predictive import Prediction
 from bayesify.quality import regression as gaussians
+from bayesify.quality.arrays import check_fraction
 from bayesify.quality.conformal import INTERVAL_KINDS, half_width, kind_of
 
 LEVEL = 0.95
@@ -97,7 +98,7 @@ class RegressionPredictive(Prediction):
         Raises:
             ValueError: The level is no probability, or the noise is not known.
         """
-        gaussians.check_level(level)
+        check_fraction("level", level, "0.95 is customary")
         if noise and not self.noise_known:
             raise ValueError(NO_NOISE)
         without = replace(self, aleatoric=torch.zeros_like(self.mean), noise_var=None)

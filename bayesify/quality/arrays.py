@@ -30,6 +30,12 @@ def _require_array(values: object, name: str) -> None:
     raise TypeError(f"{name} must be a tensor or a numpy array, got {type(values).__name__}; {fix}")
 
 
+def check_fraction(name: str, value: float, usual: str) -> None:
+    """Raise unless a number is between 0 and 1."""
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must be between 0 and 1, got {value}; {usual}")
+
+
 def to_double(values: Array, name: str) -> Tensor:
     """Return finite, non-empty floating-point `values` as a float64 tensor on the CPU."""
     _require_array(values, name)

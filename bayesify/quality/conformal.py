@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bayesify.quality.arrays import Array, to_classes, to_probs, to_scores
+from bayesify.quality.arrays import Array, check_fraction, to_classes, to_probs, to_scores
 
 CLASS_KINDS = ("lac", "aps")
 INTERVAL_KINDS = ("scaled", "absolute")
@@ -52,8 +52,7 @@ def conformal_quantile(
         >>> round(conformal_quantile(SimpleNamespace(probs=probs, labels=torch.tensor([0, 0, 1])), 0.25), 4)
         0.6
     """
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha must be between 0 and 1, got {alpha}; 0.1 is customary")
+    check_fraction("alpha", alpha, "0.1 is customary")
     if getattr(predictive, "labels", None) is None:
         raise ValueError("the prediction has no labels; predict on batches of (inputs, labels)")
     kinds = CLASS_KINDS if hasattr(predictive, "probs") else INTERVAL_KINDS
@@ -174,8 +173,7 @@ def abstain_threshold(probs: Array, labels: Array, max_risk: float = 0.05, *, co
         inf (too few examples: 50, at least 59 are needed)
     """
     for name, value in (("max_risk", max_risk), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {value}; ten percent is 0.1")
+        check_fraction(name, value, "ten percent is 0.1")
     p, y = to_classes(probs, labels)
     top, predicted = p.max(1)
     values, order = top.sort(descending=True, stable=True)
@@ -276,8 +274,7 @@ def drift(pvalues: Array, false_alarms: float = 0.01, *, held_out: int | None = 
         >>> drift(torch.tensor([0.4, 0.9, 0.01, 0.02, 0.01, 0.03, 0.01]))
         Drift(7 p-values, alarm at 6, wealth 430 of 100)
     """
-    if not 0 < false_alarms < 1:
-        raise ValueError(f"false_alarms must be between 0 and 1, got {false_alarms}; 0.01 is one stream in a hundred")
+    check_fraction("false_alarms", false_alarms, "0.01 is one stream in a hundred")
     p = to_scores(pvalues, "pvalues")
     if bool(((p <= 0) | (p > 1)).any()):
         raise ValueError(f"pvalues must be in (0, 1], got {float(p.min()):.3g} to {float(p.max()):.3g}")

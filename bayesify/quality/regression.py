@@ -15,7 +15,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from bayesify.quality.arrays import Array, to_double
+from bayesify.quality.arrays import Array, check_fraction, to_double
 from bayesify.quality.calibration import minimized
 
 _TINY = 1e-300  # stands for a standard deviation of 0 in a quotient
@@ -53,7 +53,7 @@ def interval_coverage(mean: Array, std: Array, targets: Array, level: float = 0.
         >>> interval_coverage(torch.zeros(2), torch.ones(2), torch.tensor([1.9, 2.0]))
         0.5
     """
-    check_level(level)
+    check_fraction("level", level, "0.95 is customary")
     return float(((mixture_cdf(*_checked(mean, std, targets)) - 0.5).abs() <= level / 2).double().mean())
 
 
@@ -188,12 +188,6 @@ def mixture_quantile(mean: Tensor, std: Tensor, probability: float, bisections: 
         below = mixture_cdf(mean, std, middle) < probability
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return (low + high) / 2
-
-
-def check_level(level: float) -> None:
-    """Raise unless a level is a probability."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is customary")
 
 
 def _checked(mean: Array, std: Array, targets: Array) -> tuple[Tensor, Tensor, Tensor]:
