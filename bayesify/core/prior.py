@@ -30,8 +30,8 @@ def relative_sig(param: Tensor, fan_in: int) -> float:
     """Return the prior scale of a tensor, RELATIVE_SIG * max(sqrt(mean theta^2), FLOOR / sqrt(fan_in))."""
     values = param.detach()
     rms = float(values.float().square().mean().sqrt()) if values.numel() else 0.0
-    least = FLOOR / math.sqrt(max(fan_in, 1))
-    return RELATIVE_SIG * (max(rms, least) if math.isfinite(rms) else least)  # the prior mean may be from elsewhere
+    rms = rms if math.isfinite(rms) else 0.0  # weights that diverged may have a prior mean from elsewhere
+    return RELATIVE_SIG * max(rms, FLOOR / math.sqrt(max(fan_in, 1)))
 
 
 def nearest(weights: int) -> float:
