@@ -130,6 +130,8 @@ BAD = {
         lambda p: rewrite(p, lambda m, t: t.update({"gamma:conv.weight": torch.ones(1)})),
         "gamma is noth",
     ),
+    "unknown name": (lambda p: rewrite(p, lambda m, t: t.update({"rho:conv.x": torch.ones(1)})), "is damaged"),
+    "unknown member": (lambda p: rewrite(p, lambda m, t: t.update({f"1/{RHO}": torch.ones(1)})), "is damaged"),
 }
 
 

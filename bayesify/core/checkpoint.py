@@ -219,22 +219,19 @@ class File(NamedTuple):
     path: Path
     method: Method
     priors: dict[str, dict[str, Any]]  # what `described` says of each posterior
-    tensors: dict[tuple[str, str], Tensor]  # by (kind or attribute, name)
+    means: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]  # of each posterior, its tensors beside the mean by attribute
+    rest: dict[str, Tensor]
+    start: dict[str, Tensor]
     partial: bool  # whether frozen parameters and buffers are those of the model that it is loaded into
     attached: dict[str, Any]
 
-    def state(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of one posterior beside its mean, by attribute."""
-        other = (MEAN, REST, START, ATTACHED)
-        return {kind: t for (kind, n), t in self.tensors.items() if n == name and kind not in other}
-
     def posterior(self, name: str, param: Tensor) -> Posterior:
         """Build the posterior of one parameter as it was but for its tensors; a CheckpointError if it cannot be."""
-        state = self.state(name)
         if is_sharded(param):
-            param = self.tensors[MEAN, name].to(param.dtype)
+            param = self.means[name].to(param.dtype)
         try:
-            about = self.priors[name]
+            about, state = self.priors[name], self.states[name]
             results, sig = about["results"], about["prior_sig"]
             prior = Prior(state[CENTER].to(param), sig, about["is_bias"], relative="prior_sig" in results)
             posterior = self.method.posterior(param, prior, fixed_row=about["fixed_row"])
@@ -268,20 +265,24 @@ def _member(path: Path, prefix: str, about: dict[str, Any], every: Mapping[str, 
     method, priors, attached = resolve(about["method"], None, about["options"]), about["priors"], about[ATTACHED]
     own = {key.removeprefix(prefix): tensor for key, tensor in every.items() if key.startswith(prefix)}
     own |= {key: every[f"{owner}/{key}"] for key, owner in about["shared"].items()}
-    tensors: dict[tuple[str, str], Tensor] = {}
+    plain: dict[str, dict[str, Tensor]] = {MEAN: {}, REST: {}, START: {}}
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in priors}
     for key, tensor in own.items():
         kind, _, name = key.partition(":")
-        tensors[kind, name] = tensor
         if kind == ATTACHED:
             attribute, _, part = name.partition(".")
             attached[attribute][part] = tensor
+        elif kind in plain:
+            plain[kind][name] = tensor
+        else:
+            states[name][kind] = tensor
     objects = {attribute: ATTACHABLE[attribute].from_state_dict(state) for attribute, state in attached.items()}
-    return File(path, method, priors, tensors, about["partial"] is True, objects)
+    return File(path, method, priors, plain[MEAN], states, plain[REST], plain[START], about["partial"] is True, objects)
 
 
 def _different(model: nn.Module, files: list[File]) -> set[int]:
     """Return the ids of a plain model's tensors that the members of a file do not share."""
-    kept = {name: [file.tensors.get((REST, name)) for file in files] for name, _ in plain_tensors(model)}
+    kept = {name: [file.rest.get(name) for file in files] for name, _ in plain_tensors(model)}
     common = {name for name, found in kept.items() if all(t is found[0] for t in found)}
     bayesian = set().union(*(file.priors for file in files))
     return {id(t) for name, t in plain_tensors(model) if name not in common or name in bayesian}
@@ -306,10 +307,10 @@ def _prepared(file: File, model: nn.Module) -> Callable[[], None]:
     bayesian = {id(t) for t in params.values()}
     rest = {name: t for name, t in plain_tensors(root) if id(t) not in bayesian}
     noise = None
-    if NOISE not in root._modules and (size := file.tensors.get((REST, f"{NOISE}.log_var"))) is not None:
+    if NOISE not in root._modules and (size := file.rest.get(f"{NOISE}.log_var")) is not None:
         noise = GaussianNoise(size.numel()).to(size.dtype)
         rest |= {f"{NOISE}.{name}": t for name, t in plain_tensors(noise)}
-    rest = {name: t for name, t in rest.items() if not file.partial or (REST, name) in file.tensors}
+    rest = {name: t for name, t in rest.items() if not file.partial or name in file.rest}
     _check_fit(file, params, rest)
     built = {name: file.posterior(name, param) for name, param in params.items()}
 
@@ -324,13 +325,13 @@ def _prepared(file: File, model: nn.Module) -> Callable[[], None]:
             into.method = file.method
         with torch.no_grad():
             for posterior in into.posteriors:
-                copy_whole(posterior.original, file.tensors[MEAN, posterior.name])
-                posterior.load_state(file.state(posterior.name))
+                copy_whole(posterior.original, file.means[posterior.name])
+                posterior.load_state(file.states[posterior.name])
             for name, tensor in rest.items():
-                copy_whole(tensor, file.tensors[REST, name])
+                copy_whole(tensor, file.rest[name])
             if noise is not None:
                 root.add_module(NOISE, noise.to(next(root.parameters()).device))
-            keep_buffers(root, {name: tensor for (kind, name), tensor in file.tensors.items() if kind == START})
+            keep_buffers(root, file.start)
         for attribute in ATTACHABLE:
             root.__dict__.pop(attribute, None)
         root.__dict__.update(file.attached)
@@ -340,19 +341,17 @@ def _prepared(file: File, model: nn.Module) -> Callable[[], None]:
 
 def _check_fit(file: File, params: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
     """Raise unless a file has the tensors of a model: those of Bayesian parameters, and the rest."""
-    for what, kind, present in (("Bayesian parameters", MEAN, params), ("other tensors", REST, rest)):
-        saved = {name for of, name in file.tensors if of == kind}
-        if saved != present.keys():
-            only = {"the file": saved - present.keys(), "the model": present.keys() - saved}
+    for what, saved, present in (("Bayesian parameters", file.means, params), ("other tensors", file.rest, rest)):
+        if saved.keys() != present.keys():
+            only = {"the file": saved.keys() - present.keys(), "the model": present.keys() - saved.keys()}
             places = [f"only in {place}: {sorted(names)[:3]}" for place, names in only.items() if names]
             raise CheckpointError(
                 f"{file.path} does not fit the model: {what} differ, {', '.join(places)}; build the model as it was "
                 "when it was saved"
             )
-    for (kind, name), tensor in file.tensors.items():
-        group = params if kind == MEAN else rest if kind in (REST, START) else {}
-        if name in group and tensor.shape != group[name].shape:
-            raise CheckpointError(
-                f"{name!r} has shape {tuple(tensor.shape)} in {file.path}, {tuple(group[name].shape)} in the model; "
-                "build the model as it was when it was saved"
-            )
+        for name, tensor in saved.items():
+            if tensor.shape != present[name].shape:
+                raise CheckpointError(
+                    f"{name!r} has shape {tuple(tensor.shape)} in {file.path}, {tuple(present[name].shape)} in the "
+                    "model; build the model as it was when it was saved"
+                )

@@ -9,7 +9,7 @@ from html import escape
 
 from torch import Tensor, nn
 
-from bayesify.core.checkpoint import MEAN, REST, File, file_in, read
+from bayesify.core.checkpoint import File, file_in, read
 from bayesify.core.posterior import Posterior
 from bayesify.core.scopes import NOISE, mistakes, named_posteriors, scopes_of
 
@@ -259,7 +259,7 @@ def inspect_file(dir: "str | os.PathLike[str]") -> list[Summary]:  # noqa: A002
     for member, file in read(path).items():
         posteriors = list(stored_posteriors(file))
         rows = [replace(_row(p.name, p), relative=_relative(p.std, p.mean)) for p in posteriors]
-        rest = [Row(n, tuple(t.shape), note="stored as it is") for (kind, n), t in file.tensors.items() if kind == REST]
+        rest = [Row(n, tuple(t.shape), note="stored as it is") for n, t in file.rest.items()]
         place = str(path) + (f", member {member!r}" if member else "")
         found.append(Summary(repr(file.method), (*rows, *rest), _extra_bytes(posteriors), file=place))
     return found
@@ -269,11 +269,11 @@ def stored_posteriors(file: File) -> Iterator[Posterior]:
     """Yield the posteriors of a file with their means and all their state."""
     for name in file.priors:
         home = nn.Module()
-        param = nn.Parameter(file.tensors[MEAN, name], requires_grad=False)
+        param = nn.Parameter(file.means[name], requires_grad=False)
         home.register_parameter("theta", param)
         posterior = file.posterior(name, param)
         posterior.attach(name, home, "theta", None)  # no model reads it
-        posterior.load_state(file.state(name))
+        posterior.load_state(file.states[name])
         yield posterior
 
 
