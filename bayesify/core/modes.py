@@ -7,7 +7,7 @@ the code that starts it. Leaving a block ends it for all threads.
 import copy
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -270,17 +270,15 @@ class Past:
     """
 
     def __init__(self) -> None:
-        self.threads: OrderedDict[int, deque[Record]] = OrderedDict()
+        self.threads: deque[deque[Record]] = deque(maxlen=REMEMBERED_THREADS)
         self.seeds: deque[int] = deque(maxlen=REMEMBERED_FORWARDS)
         self._lock = threading.Lock()
 
     def remember(self, thread: "deque[Record]", record: Record) -> None:
-        """Keep a finished forward; the threads that were longest without one make room for new threads."""
+        """Keep a finished forward of a thread; the oldest threads make room for new ones."""
         with self._lock:
-            self.threads[id(thread)] = thread
-            self.threads.move_to_end(id(thread))
-            if len(self.threads) > REMEMBERED_THREADS:
-                self.threads.popitem(last=False)
+            if not any(known is thread for known in self.threads):
+                self.threads.append(thread)
             # Of forwards in a row that made no nodes, as in evaluation, the first is enough.
             if record.end > record.start or not thread or thread[-1][:2] != record[:2]:
                 thread.append(record)
@@ -288,7 +286,7 @@ class Past:
     def find(self, node: Any, module: nn.Module | None) -> Record | None:
         """Return the forward that a recomputation of a module (None: some part of a model) for a node repeats."""
         with self._lock:
-            found = [r for t in self.threads.values() if (r := _made(t, node._sequence_nr(), module)) is not None]
+            found = [r for t in self.threads if (r := _made(t, node._sequence_nr(), module)) is not None]
         if len({record[3:] for record in found}) > 1:
             raise RuntimeError(
                 f"a {type(module).__name__} is recomputed inside a backward pass, and forwards of several threads may "
