@@ -155,7 +155,7 @@ class Comparison:
         return partial(predict, model, task=self.task, **options) if isinstance(model, nn.Module) else model
 
     def recalibrated(self, way: Way) -> Way:
-        """Add what suits the validation data: a temperature, or the noise of a regression that has none."""
+        """Recalibrate on the validation data: a temperature, or the noise of a regression that has none."""
         found = way(self.case.validation)
         if found.labels is None:
             raise ValueError("the validation batches have no labels; give (inputs, labels), or dicts with 'labels'")
@@ -188,7 +188,7 @@ class Comparison:
         return method, lambda: self.way(own(self.case._replace(model=copy.deepcopy(self.plain))), seed=0)
 
     def novelty(self) -> Way:
-        """Fit novelty on the plain model, whose alarm is set by the validation data."""
+        """Fit novelty to the plain model; the validation data sets the alarm."""
         model = fit_novelty(copy.deepcopy(self.plain), self.case.train, held_out=self.case.validation)
         return self.recalibrated(self.way(model))
 
@@ -332,7 +332,7 @@ def detects(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
 
 
 def verdict(rows: list[Row]) -> str:
-    """Say which row is worth it, where the recalibrated plain model is enough, and what detects other data."""
+    """Say whether a row is better than the recalibrated plain model, and what detects other data best."""
     bar = rows[min(1, len(rows) - 1)]
     gains = {row: apart(row, bar) for row in rows[2:]}
     better = [row for row, (gain, error) in gains.items() if gain < -max(CLEAR * error, WORTH)]

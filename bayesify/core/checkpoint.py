@@ -227,7 +227,7 @@ class File(NamedTuple):
     attached: dict[str, Any]
 
     def posterior(self, name: str, param: Tensor) -> Posterior:
-        """Build the posterior of one parameter as it was but for its tensors; a CheckpointError if it cannot be."""
+        """Build the posterior of one parameter from its settings; its tensors are checked, and loaded later."""
         if is_sharded(param):
             param = self.means[name].to(param.dtype)
         try:
@@ -244,7 +244,7 @@ class File(NamedTuple):
 
 
 def read(path: Path) -> dict[str, File]:
-    """Read and understand a posterior file, by member; a CheckpointError if it is missing or damaged."""
+    """Read and parse a posterior file, by member; a CheckpointError if it is missing or damaged."""
     tensors, about = fileformat.read(path)
     try:
         models = json.loads(about["models"])
@@ -256,7 +256,7 @@ def read(path: Path) -> dict[str, File]:
 
 
 def _member(path: Path, prefix: str, about: dict[str, Any], every: Mapping[str, Tensor]) -> File:
-    """Understand one member of a file, whose keys begin with a prefix."""
+    """Parse one member of a file, whose keys begin with a prefix."""
     if about["method"] not in REGISTRY:
         raise CheckpointError(
             f"{path} holds a posterior of method {about['method']!r}, known are {sorted(REGISTRY)}; "

@@ -101,7 +101,7 @@ class Layout(NamedTuple):
 
     @property
     def group(self) -> "Layout":
-        """What all parameters have in common whose rows the same processes share."""
+        """The layout without sizes: equal for all parameters whose rows the same processes share."""
         return self._replace(shape=torch.Size(), first=0, rows=0)
 
     def row(self, row: int | None) -> int | None:
@@ -129,7 +129,7 @@ class Layout(NamedTuple):
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def summed(self, values: Tensor) -> Tensor:
-        """Add up what the processes have found on their parts."""
+        """Add up values over the processes that share the rows."""
         torch.distributed.all_reduce(values, group=self.mesh.get_group(self.axis))
         return values
 
@@ -149,7 +149,7 @@ def over_processes(values: Iterable[tuple[Posterior, Tensor]]) -> Tensor:
 
 
 def follow(posteriors: Iterable[Posterior], known: Mapping[tuple[int, str], Tensor] = NOTHING) -> bool:
-    """Cut the state of posteriors like their parameters, where these are sharded; return whether any is.
+    """Shard the state of posteriors like their parameters; return whether any is sharded.
 
     `known` has the shards of parameters that are whole now, by the id of their module and their name.
     """
@@ -169,7 +169,7 @@ def follow(posteriors: Iterable[Posterior], known: Mapping[tuple[int, str], Tens
 
 
 def follow_at_work(root: nn.Module, posteriors: list[Posterior]) -> bool:
-    """Do `follow` in a forward, where FSDP2 has made some parameters whole already; return whether any is sharded."""
+    """Do `follow` inside a forward, where FSDP2 has gathered some parameters already."""
     if not in_a_group():
         return False
     # What FSDP2 keeps is not public: without it the state is cut after the first step.
@@ -188,7 +188,7 @@ def _groups(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def gathered_whole(model: nn.Module) -> Iterator[None]:
-    """Have all parameters whole: no forward and no backward pass inside gathers, cuts or reduces anything.
+    """Keep all parameters whole: inside, no forward and no backward pass gathers, shards or reduces anything.
 
     So processes may do different numbers of them.
     """
@@ -206,7 +206,7 @@ def gathered_whole(model: nn.Module) -> Iterator[None]:
 
 
 def rest(model: nn.Module) -> None:
-    """Let FSDP2 shard what it has left whole after a forward, so that what is written to the parameters stays."""
+    """Reshard what FSDP2 has left whole after a forward, so that writes to the parameters are kept."""
     for module in filter(shards_itself, model.modules()):
         module.reshard()  # type: ignore[operator]
 

@@ -132,10 +132,10 @@ class Method(metaclass=Options):
         return 0.0
 
     def wrapped(self, scope: Any) -> None:
-        """Do what has to be done with a model (the scope's root) that has just got its posteriors."""
+        """Hook, called when a model (the scope's root) has got its posteriors."""
 
     def bake(self, scope: Any, mode: Any) -> None:
-        """Write what a mode reads beside the parameters into the model, which is about to lose its posteriors."""
+        """Hook of `unbayesify`: write what a mode reads beside the parameters into the model."""
 
     def default_samples(self, posteriors: Sequence[Posterior]) -> int:
         """Return how many samples `predict` takes by default."""

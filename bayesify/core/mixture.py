@@ -147,7 +147,7 @@ def _sharable(member: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors could be one."""
+    """Return whether two tensors are equal in values, type and device, so that they can share memory."""
     alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
     if not alike or first.device.type == "meta" or is_sharded(first) or is_sharded(second):
         return False

@@ -1,4 +1,4 @@
-"""Which parameters become Bayesian, and with which prior: everything that goes by a parameter's name."""
+"""Which parameters become Bayesian, and with which prior: all that depends on parameter names."""
 
 import difflib
 import fnmatch
@@ -19,7 +19,7 @@ Patterns = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
 
 
 class SelectionError(ValueError):
-    """A pattern or a choice of parameters that cannot be meant."""
+    """An invalid pattern or choice of parameters."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def candidates(model: nn.Module) -> list[Candidate]:
 
 
 def select(every: list[Candidate], include: Patterns, exclude: Patterns) -> None:
-    """Mark the candidates that stay as they are, with the reason; one has to be left."""
+    """Mark the candidates that do not become Bayesian, with the reason; raise where none is left."""
     included = _matching(every, "*" if include is None else include, "include")
     excluded = _matching(every, () if exclude is None else exclude, "exclude")
     for candidate in every:

@@ -106,7 +106,7 @@ class Stored(nn.Module):
         self.constant = None if self.prior_center.dim() else float(self.prior_center)
 
     def after_load(self) -> None:
-        """Do what has to be done after a state was loaded."""
+        """Hook for subclasses, called after a state was loaded."""
 
     def forget(self) -> None:
         """Forget all kept tensors but the prior mean."""

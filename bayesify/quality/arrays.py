@@ -1,4 +1,4 @@
-"""The checks of arrays that every metric shares: nothing is dropped, broadcast or repaired."""
+"""Validation of what metrics take: missing, misshapen or non-finite values raise, and nothing is repaired."""
 
 from __future__ import annotations
 

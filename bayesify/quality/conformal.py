@@ -129,7 +129,7 @@ _STARTS = 19  # besides a quarter of the examples
 
 
 class Threshold(float):
-    """The confidence from which on a model may answer; infinite where no answer is safe, for the `reason`."""
+    """The lowest confidence at which a model may answer; infinite where none is safe, with the `reason`."""
 
     reason: str = ""
 
@@ -226,14 +226,14 @@ BETS = torch.arange(1, 10, dtype=torch.float64) / 10  # the powers of p that are
 
 @dataclass(frozen=True, eq=False)
 class Drift:
-    """What `drift` found."""
+    """The result of `drift`."""
 
     wealth: Tensor  # after each p-value, (T,): how many times the stake a gambler has who bets on small ones
     threshold: float  # 1/false_alarms, at which the alarm is raised
 
     @property
     def at(self) -> int | None:
-        """The place of the p-value at which the alarm is raised, from 0; None without one."""
+        """Index of the p-value at which the alarm is raised; None without an alarm."""
         above = (self.wealth >= self.threshold).nonzero()
         return int(above[0]) if len(above) else None
 

@@ -255,7 +255,7 @@ def feature_distance(train: Array, labels: Array | None, features: ArrayT, *, ki
 
 @dataclass(eq=False)
 class Reference:
-    """What is kept of known data to measure distances from it."""
+    """Statistics of known features, which distances of others are measured with."""
 
     center: Tensor  # the mean of all features, (D,)
     means: Tensor  # of each class, or of all, (C, D), in the coordinates of `whitening`

@@ -337,7 +337,7 @@ def alarm(ax: Axes, inside: Any, outside: Any, bins: int) -> None:
 def histograms(
     ax: Axes, values: Sequence[Tensor], names: tuple[str, str], bins: int, limits: tuple[float, float]
 ) -> None:
-    """Draw two histograms over each other, distinct without colours."""
+    """Draw two overlapping histograms that can be told apart without colours."""
     looks: tuple[dict[str, Any], ...] = (
         {"histtype": "stepfilled", "facecolor": LIGHT, "edgecolor": DARK},
         {"histtype": "stepfilled", "facecolor": "none", "edgecolor": ACCENT, "hatch": "////"},
@@ -351,7 +351,7 @@ def histograms(
 
 
 def box(ax: Axes, text: str, *, right: bool = False) -> None:
-    """Write numbers into an upper corner, on a ground that keeps them readable."""
+    """Write numbers into a box in an upper corner."""
     ground = {"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": "0.5", "linewidth": 0.6, "alpha": 0.9}
     x, side = (0.97, "right") if right else (0.03, "left")
     look: dict[str, Any] = {"fontsize": SMALL, "family": "monospace", "bbox": ground, "zorder": 5}
@@ -393,7 +393,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def short(count: int) -> str:
-    """Write a count in at most four characters or so."""
+    """Write a count in about four characters."""
     for size, suffix in ((10**6, "M"), (10**3, "k")):
         if count >= 10 * size:
             return f"{count / size:.0f}{suffix}"

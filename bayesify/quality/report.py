@@ -190,7 +190,7 @@ def _compared(window: Any, validation: Any, threshold: float | None) -> list[Par
         drifts.append((f"Drift: {name.lower()}", "higher than in validation", found.at, float(found.wealth.max())))
         changes += [] if found.at is None else [f"{name.lower()} is higher, seen at example {found.at}"]
     pictures = {k: _plot("uncertainty_histogram", *pair, quantity=k, names=tuple(sets)) for k, pair in pairs.items()}
-    verdict = f"The data has changed: {'; '.join(changes)}." if changes else "No drift: the data is as it was."
+    verdict = f"The data has changed: {'; '.join(changes)}." if changes else "No drift was detected."
     note = f"{verdict} Each test gives a false alarm with a probability of 1%, however long the window is."
     return [note, Table(("", *sets), rows), Table(("", "First alarm", "Wealth (alarm at 100)"), drifts), pictures]
 
@@ -329,7 +329,7 @@ def _part(part: Part) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Write four decimals, or three digits where those would say little."""
+    """Format a number with four decimals, or with three digits where it is very small or large."""
     if not isinstance(value, float):
         return "none" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
     return f"{value:.4f}" if value == 0 or 0.01 <= abs(value) < 1e5 else f"{value:.3g}"
