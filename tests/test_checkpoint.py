@@ -102,7 +102,7 @@ def test_a_file_can_hold_several_models(tmp_path):
     for name, model in models.items():
         for of, posterior in named_posteriors(model):
             assert torch.equal(files[name].means[of], posterior.mean)
-            assert torch.equal(files[name].state(of)["rho"], posterior.rho)
+            assert torch.equal(files[name].states[of]["rho"], posterior.rho)
     with pytest.raises(CheckpointError, match="holds a mixture of 2, this is one model"):
         load(models["0"], tmp_path)
 
