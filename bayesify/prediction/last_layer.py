@@ -1,8 +1,9 @@
 """What a layer sees in one pass: for closed forms of the last layer, and as the features of novelty."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,30 +33,26 @@ class NotLastError(Exception):
 
 
 class Passed(NamedTuple):
-    """A batch after its pass."""
+    """A batch after its pass, with the last layer's inputs and the model's."""
 
-    features: Tensor  # the last layer's inputs
-    output: Tensor  # the model's
+    features: Tensor
+    output: Tensor
     target: Any
-    inputs: Any  # the model's
+    inputs: Any
 
 
 def passed(
     model: nn.Module, scopes: Sequence[Scope], head: nn.Module, batches: Iterable[Any], mode: Mode = MEAN
 ) -> Iterator[Passed]:
-    """Yield the batches with the inputs of a layer, in mean mode, of which `mode` names a mixture's member.
-
-    Raises:
-        NotLastError: The layer is used otherwise than once, for the model's outputs.
-    """
+    """Yield the batches with the inputs of a layer, in a mean mode; raise a NotLastError if it is not the last."""
     device, places = device_of(model), LabelPlaces(model)
     for batch in batches:
         inputs, target = split_batch(batch)
-        with override(scopes, mode), watching({"": head}) as calls:
-            output = logits_of(call_model(model, to_device(inputs, device), to_device(target, device)))
-        if len(calls) != 1 or not same_output(calls[0].output, output):
-            raise NotLastError("the layer with the spread is the model's last")
         with override(scopes, mode):
+            with watching({"": head}) as calls:
+                output = logits_of(call_model(model, to_device(inputs, device), to_device(target, device)))
+            if len(calls) != 1 or not same_output(calls[0].output, output):
+                raise NotLastError("the layer with the spread is the model's last")
             target = places(batch, output)
         yield Passed(calls[0].inputs, output, target, inputs)
 
@@ -80,13 +77,10 @@ def watching(layers: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
     """Note every call of some layers."""
     calls: list[Call] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            calls.append(Call(name, args[0] if args else next(iter(kwargs.values())), output))
+    def note(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(Call(name, args[0] if args else next(iter(kwargs.values())), output))
 
-        return hook
-
-    handles = [layer.register_forward_hook(note(name), with_kwargs=True) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(partial(note, name), with_kwargs=True) for name, layer in layers.items()]
     try:
         yield calls
     finally:
@@ -168,7 +162,7 @@ class Reader:
             return
         wanted = {name: m for name, m in self.host.named_modules() if isinstance(m, nn.Linear) or name == self.base}
         with evaluation(self.model), watching(wanted) as calls:
-            output = self._run("mean", rows_of(inputs, slice(0, 1)), None)
+            output, _ = self._run("mean", rows_of(inputs, slice(0, 1)), None)
         if not calls:
             raise ValueError("the model has no linear layer; name the layer whose inputs are its features with layer=")
         if any(c.name == self.base and hidden(c.output) is not None for c in calls):
@@ -178,24 +172,19 @@ class Reader:
             self.name = next(last, calls[-1]).name
 
     def has_prior(self, inputs: Any) -> bool:
-        """Return whether the prior mean of what comes before the features is a network, and not the trained one.
-
-        A prior mean of zero is none: it gives the same features whatever the inputs.
-        """
+        """Return whether the prior mean before the features differs from the trained one, and depends on inputs."""
         is_body = self.name == self.base
         before = [p for n, p in posteriors_of(self.host).items() if n.startswith(f"{self.name}.") == is_body]
         if all(torch.equal(p.mean, p.prior_mean.to(p.mean).expand_as(p.mean)) for p in before):
             return False
-        kept, self.at = self.at, "prior"
+        few = rows_of(inputs, slice(0, PROBED))
         with evaluation(self.model):
-            z, _ = self.features(rows_of(inputs, slice(0, PROBED)), None)
-        self.at = kept
+            z = self.read(self._run("prior", few, None)[1], few)
         return len(z) > 1 and not torch.allclose(z, z[:1].expand_as(z))
 
     def features(self, inputs: Any, target: Any) -> tuple[Tensor, Any]:
         """Run the model; return its features, (N, D) on the CPU, and its output where that is the mean's, else None."""
-        with self.weights(self.at) as model, self.tapped(model) as calls:
-            output = call_model(model, to_device(inputs, self.device), to_device(target, self.device))
+        output, calls = self._run(self.at, inputs, target)
         return self.read(calls, inputs), output if self.at == "mean" else None
 
     def entropy(self, inputs: Any, target: Any, output: Any, rows: Tensor | None = None) -> Tensor | None:
@@ -205,7 +194,7 @@ class Reader:
         """
         if output is None:
             target = target[rows] if isinstance(target, Tensor) and rows is not None else target
-            output, rows = self._run("mean", inputs if rows is None else rows_of(inputs, rows), target), None
+            (output, _), rows = self._run("mean", inputs if rows is None else rows_of(inputs, rows), target), None
         logits = logits_of(output).detach()
         if logits.dim() != 2 or logits.shape[1] < 2:
             return None
@@ -213,9 +202,10 @@ class Reader:
         found: Tensor = torch.special.entr(some.float().softmax(1)).sum(1).cpu()
         return found
 
-    def _run(self, at: str, inputs: Any, target: Any) -> Any:
-        with self.weights(at) as model:
-            return call_model(model, to_device(inputs, self.device), to_device(target, self.device))
+    def _run(self, at: str, inputs: Any, target: Any) -> tuple[Any, list[Call]]:
+        """Return what the model gives, and the calls of the layer."""
+        with self.weights(at) as model, self.tapped(model) as calls:
+            return call_model(model, to_device(inputs, self.device), to_device(target, self.device)), calls
 
     @contextmanager
     def weights(self, at: str) -> Iterator[nn.Module]:
@@ -233,18 +223,17 @@ class Reader:
             with prior(self.host):
                 yield self.model
 
-    def tapped(self, model: nn.Module | None = None) -> AbstractContextManager[list[Call]]:
+    def tapped(self, model: nn.Module) -> AbstractContextManager[list[Call]]:
         """Note the calls of the layer, in the model or in another that is built like it."""
-        host = self.host if model is None or model is self.model else host_of(model)
-        return watching({self.name: dict(host.named_modules())[self.name]})
+        host = self.host if model is self.model else host_of(model)
+        return watching({self.name: host.get_submodule(self.name)})
 
     def read(self, calls: list[Call], inputs: Any) -> Tensor:
         """Return the features of a forward that was noted."""
         if len(calls) != 1:
             raise ValueError(f"{self.name!r} is called {len(calls)} times in a forward pass; name another with layer=")
-        call = calls[-1]
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-        value = hidden(call.output) if self.name == self.base else call.inputs
+        value = hidden(calls[0].output) if self.name == self.base else calls[0].inputs
         return pooled(value, mask, self.name).detach().float().cpu()
 
 
@@ -272,11 +261,7 @@ def hidden(output: Any) -> Tensor | None:
 
 
 def pooled(value: Any, mask: Tensor | None, name: str) -> Tensor:
-    """Return one row per example: the mean over the tokens that the mask shows, or over the places of an image.
-
-    Raises:
-        ValueError: The rows are not examples.
-    """
+    """Return one row per example: the mean over the tokens that the mask shows, or over the places of an image."""
     if not isinstance(value, Tensor) or value.dim() not in (2, 3, 4):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"the features of {name!r} must be (examples, features), got {got}; name another with layer=")
@@ -327,17 +312,14 @@ def _thread() -> int:
 
 def tapped(model: nn.Module, layer: str) -> tuple[nn.Module, "Tap"]:
     """Put a tap on a layer of a model; return the model, which is the tap where the layer is the model."""
-    if not layer:
-        tap = model if isinstance(model, Tap) else Tap(model)
-        tap.readers += 1
-        return tap, tap
-    parent, _, name = layer.rpartition(".")
-    if isinstance(model, Tap):  # of the whole model: names go on inside
+    if layer and isinstance(model, Tap):  # of the whole model: names go on inside
         model.layer, tap = tapped(model.layer, layer)
         return model, tap
-    home = model.get_submodule(parent)
-    found = home.get_submodule(name)
+    found = model.get_submodule(layer)
     tap = found if isinstance(found, Tap) else Tap(found)
     tap.readers += 1
-    setattr(home, name, tap)
+    if not layer:
+        return tap, tap
+    parent, _, name = layer.rpartition(".")
+    setattr(model.get_submodule(parent), name, tap)
     return model, tap

@@ -283,13 +283,13 @@ class Given(Likelihood):
 
     def losses(self, output: Any, target: Any) -> Tensor:
         """Return one value per example, of what the model returned or of its logits."""
-        tensor = isinstance(output, Tensor)
         try:
             found = self.loss(output, target)
         except (AttributeError, TypeError) as error:
-            if tensor and isinstance(error, TypeError):
+            if isinstance(output, Tensor) and isinstance(error, TypeError):
                 raise
-            found = self.loss(SimpleNamespace(logits=output) if tensor else logits_of(output), target)
+            other = SimpleNamespace(logits=output) if isinstance(output, Tensor) else logits_of(output)
+            found = self.loss(other, target)
         return _checked(found, target, dims=1)
 
     def item_losses(self, outputs: Tensor, target: Any) -> Tensor:

@@ -56,11 +56,7 @@ class Linearized:
             return {name: read[name].detach().to(mean) - mean for name, mean in self.mean.items()}
 
     def outputs(self, inputs: Any, target: Any, directions: Sequence[Thetas]) -> Tensor:
-        """Return the logits f(x, m) + J(x) d for every direction d, (directions, N, ...).
-
-        Raises:
-            ValueError: The model cannot be differentiated in any way.
-        """
+        """Return the logits f(x, m) + J(x) d for every direction d, (directions, N, ...)."""
         stacked = {name: torch.stack([d[name] for d in directions]) for name in self.mean}
         while True:
             try:

@@ -378,10 +378,7 @@ def _thetas_fit(model: nn.Module, count: int) -> bool:
 
 
 def _turns(batches: Iterable[Any], modes: Sequence[Mode], memory: Memory | None) -> Iterator[tuple[int, int, Any]]:
-    """Yield (sample number, batch number, batch) in the order that costs least.
-
-    Where a part of the model is computed once per batch, all samples come before the next batch.
-    """
+    """Yield (sample, batch number, batch); where samples share a part of the model, batches are the outer loop."""
     if memory is None and rereadable(batches):
         for sample, mode in enumerate(modes):
             yield from ((sample, i, batch) for i, batch in enumerate(batches))

@@ -89,10 +89,7 @@ def _twin(value: Any, twins: dict[int, Any], depth: int = 3) -> Any:
 
 @contextmanager
 def views(model: nn.Module, count: int = 1) -> Iterator[list[nn.Module]]:
-    """Yield views of a model without gradients, or the model itself in eval mode where it cannot be viewed.
-
-    Such a model must not be trained meanwhile.
-    """
+    """Yield views of a model, without gradients; where it has none, itself in eval mode: do not train it then."""
     if can_be_viewed(model):
         with torch.no_grad():
             yield [view(model) for _ in range(count)]
@@ -335,10 +332,7 @@ def _random_state() -> list[bytes | int]:
 
 @contextmanager
 def reusing(model: nn.Module, views: Sequence[nn.Module]) -> Iterator[Memory | None]:
-    """Let the views of a model, one per sample, share what its modules without spread return; yield their memory.
-
-    It is None where there is nothing to remember, or the views are the model itself.
-    """
+    """Let views, one per sample, share what modules without spread return; yield their memory, if there is any."""
     modules = list(model.modules())
     spread = {m for m in modules if isinstance(m, Posterior) and m.moves}
     memory = Memory(spread)
