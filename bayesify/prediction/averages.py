@@ -47,7 +47,8 @@ class Tally(ABC, Generic[P]):
         """Add the output of the next sample on one batch; or that of the mean, whose distribution is known exactly."""
         value = self._checked(output.detach().clone())  # a compiled model may write to its output again
         self.waiting.append((batch, [value] if exact is None else [value, *self._moments(exact)]))
-        if len(self.waiting) == TOGETHER or sum(t.nbytes for _, own in self.waiting for t in own) > AT_ONCE:
+        full = len(self.waiting) == TOGETHER or sum(t.nbytes for _, own in self.waiting for t in own) > AT_ONCE
+        if value.is_cpu or full:
             self._take()
 
     def finish(self, num_samples: int, labels: Sequence[Any], *, closed_form: bool = False) -> P:
