@@ -28,7 +28,7 @@ STEPS = (1000, 4000)
 SETTINGS = {  # what is tried inside each training split, with each prior and each length of training
     "vanilla": [{}],
     "vi": [{"kld": 1.0}, {"kld": 0.1}],
-    "mc_dropout": [{"p_drop": 0.02}],
+    "mc_dropout": [{"p_drop": 0.005}, {"p_drop": 0.02}],
     "sgld": [{"Ninflate": 10.0}],
     "la": [{"scale": scale} for scale in (0.03, 0.3)],
     "mix": [{}],  # plain networks from different starting points
