@@ -142,8 +142,8 @@ def draw(path, tables):
 
     found = gains(tables)
     with rc_context({"svg.hashsalt": path.stem, "font.size": 8, "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8.4, 3.6))
-        figure.subplots_adjust(left=0.09, right=0.75, bottom=0.13, top=0.97, wspace=0.32)
+        figure = Figure(figsize=(9.2, 3.6))
+        figure.subplots_adjust(left=0.09, right=0.7, bottom=0.13, top=0.97, wspace=0.32)
         left, right = figure.subplots(1, 2)
         for row, (_, nll, ood) in found.items():
             have = [t for t in tables.values() if row in t.rows]
@@ -159,8 +159,8 @@ def draw(path, tables):
             if ood.count:
                 right.plot(passes, ood.mean, "o", **style)
         for ax, words_x, words_y in (
-            (left, "training, in plain trainings", "NLL minus plain + temperature"),
-            (right, "prediction, in plain passes", "OOD AUROC minus plain's entropy"),
+            (left, "training, in plain trainings", "NLL minus plain + temperature (lower is better)"),
+            (right, "prediction, in plain passes", "OOD AUROC minus plain's entropy (higher is better)"),
         ):
             ax.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             ax.set_xscale("log")
@@ -170,8 +170,6 @@ def draw(path, tables):
             ax.set_xlabel(words_x)
             ax.set_ylabel(words_y)
             ax.spines[["top", "right"]].set_visible(False)
-        left.text(0.03, 0.03, "better: below 0", transform=left.transAxes, color="0.4")
-        right.text(0.03, 0.95, "better: above 0", transform=right.transAxes, color="0.4")
         if left.get_legend_handles_labels()[0]:
-            figure.legend(loc="center left", bbox_to_anchor=(0.755, 0.5), frameon=False, fontsize=7, handletextpad=0.2)
+            figure.legend(loc="center left", bbox_to_anchor=(0.71, 0.5), frameon=False, fontsize=7, handletextpad=0.2)
         figure.savefig(path, metadata={"Date": None})
