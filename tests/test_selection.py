@@ -80,6 +80,7 @@ def test_a_pattern_without_a_match_names_the_closest(argument: str):
         ({"prior_sig": -1.0}, ValueError, "prior_sig of 'token' must be positive and finite, got -1.0"),
         ({"prior_sig": float("nan")}, ValueError, "must be positive and finite, got nan"),
         ({"prior_sig": float("inf")}, ValueError, "must be positive and finite, got inf"),
+        ({"prior_sig": 1e-200}, ValueError, "must be within 1e-100 and its inverse, got 1e-200"),
         ({"prior_sig": "1"}, TypeError, "prior_sig must be None, a number, or a mapping"),
         ({"prior_sig": {"out.*": -1}}, ValueError, "prior_sig of 'out.weight' must be positive"),
         ({"prior_mean": 0.0}, TypeError, "prior_mean must be None"),

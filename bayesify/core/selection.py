@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, relative_sig
 
+SMALLEST_SIG = 1e-100  # the squares of a prior's scale and of its inverse are numbers
 TORCH_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 Patterns = str | Iterable[str] | Callable[[str, nn.Parameter], bool] | None
@@ -186,6 +187,10 @@ def _sig(candidate: Candidate, value: Any) -> float:
         raise TypeError(f"prior_sig must be None, a number, or a mapping from patterns to these, got {value!r}")
     if not 0 < float(value) < math.inf:
         raise ValueError(f"prior_sig of {candidate.name!r} must be positive and finite, got {value!r}")
+    if not SMALLEST_SIG <= float(value) <= 1 / SMALLEST_SIG:
+        raise ValueError(
+            f"prior_sig of {candidate.name!r} must be within {SMALLEST_SIG:g} and its inverse, got {value!r}"
+        )
     return float(value)
 
 
