@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from bayesify import bayesify, metrics, named_posteriors, predict, sample, samples
+from bayesify import bayesify, metrics, predict, sample, samples
+from bayesify.core import sampling
 
 
 @pytest.fixture
@@ -91,10 +92,10 @@ def test_data_in_random_order_or_readable_once(model, data, loader):
 
 
 def test_draws_are_made_once_per_sample(model, data, monkeypatch):
-    made = []
-    kind = type(next(q for _, q in named_posteriors(model)))
-    draw = kind.draw
-    monkeypatch.setattr(kind, "draw", lambda self, *args: made.append(self.name) or draw(self, *args))
+    made, draw = [], sampling.draw_all
+    monkeypatch.setattr(
+        sampling, "draw_all", lambda some, *rest: made.extend(p.name for p in some) or draw(some, *rest)
+    )
     predict(model, DataLoader(data, batch_size=2), samples=5, seed=0)
     assert len(made) == 5 * 4
 
