@@ -231,10 +231,6 @@ def test_arguments_of_the_structure():
     x, y = data()
     with pytest.raises(ValueError, match=r"structure must be one of \['diag', 'kron'\]"):
         fit_laplace(head(), batches(x, y), structure="full")
-    with pytest.raises(ValueError, match="give the training batches"):
-        fit_laplace(head(), None)
-    with pytest.raises(ValueError, match="give the training batches"):
-        fit_laplace(fitted(structure="diag"), None)
 
 
 # -- state ---------------------------------------------------------------------------------------------------

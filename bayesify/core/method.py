@@ -5,13 +5,14 @@ A `Method` with a `name` of its own is known to `bayesify(model, name)` and to `
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from bayesify.core.distributed import on_shard
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import (
     PULL,
@@ -186,14 +187,17 @@ class Tempered(Method):
             is relative and the method's own factor was not given, else None.
     """
 
-    tempers: ClassVar[str]  # the option that tempers: "kld" multiplies the penalty, "Ninflate" the data
+    tempers: ClassVar[str] = "Ninflate"  # the option that tempers: it multiplies the data, or the penalty ("kld")
+    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
 
+    bias: str = "informative"
     pull: float | None = None
     weights: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_optional("pull", least=0)
+        self.check_optional(self.tempers, **({"least": 0} if self.tempers == "kld" else {"above": 0}))
 
     def resolve_defaults(self, *, relative: bool, weights: int) -> Self:
         """Temper by the number of weights where the prior is relative; else the factor is 1."""
@@ -360,3 +364,11 @@ class CollectedPosterior(MomentsPosterior):
     def recurrence(self, n: int) -> tuple[float, float, float]:
         """Return the factors of the n-th value: of d, of the scatter so far and of d^2."""
         return 1 / n, 1.0, (n - 1) / n
+
+
+def collect_states(posteriors: Iterable[Posterior], kind: type[CollectedPosterior]) -> None:
+    """Let the posteriors of one kind collect the present state of their parameters."""
+    for posterior in posteriors:
+        if isinstance(posterior, kind):
+            with on_shard(posterior) as own:
+                own.collect()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from bayesify.core.distributed import on_shard
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.ranks import is_whole
@@ -104,47 +103,34 @@ class Cycles(LRScheduler):
         given = {name: value for name, value in options.items() if value is not None}
         if unknown := [name for name in given if name not in kind.options]:
             raise ValueError(f"{unknown[0]} is not for method {method.name!r}; leave it out")
-        self.stages = kind(self, **given)
-        self.high = self.stages.high if high is None else high
-        self.low = self.stages.low if low is None else low
+        stages = kind(self, **given)
+        self.stages, self.high = stages, stages.high if high is None else high
+        self.low = stages.low if low is None else low
         if not 0 <= self.low <= self.high or not 0 < self.high < math.inf:
             raise ValueError(
                 f"high must be positive and low between 0 and high, got high={self.high!r}, low={self.low!r}"
             )
-        self.steps, self.start, self.ends = self._plan(steps, start, cycles)
-        self.warned = False
-        super().__init__(optimizer)
-
-    def _plan(self, steps: int, start: int | None, cycles: int | None) -> tuple[int, int, list[int]]:
-        """Return the number of steps, how many come before the first cycle, and where cycles end."""
-        stages = self.stages
         if not is_whole(steps) or steps < 1:
             raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
         start = min(int(stages.begin * steps), max(steps - stages.least, 0)) if start is None else start
         if not is_whole(start) or not 0 <= start < steps:
             raise ValueError(f"start must be an integer >= 0 and below steps = {steps}, got {start!r}")
-        left = int(steps - start)
+        self.steps, self.start, left = int(steps), int(start), int(steps - start)
         cycles = max(min(stages.cycles, left), stages.least) if cycles is None else cycles
         if not is_whole(cycles) or not stages.least <= cycles <= left:
             raise ValueError(
                 f"cycles must be an integer between {stages.least} and the {left} steps from start on, got {cycles!r}"
             )
         sums = list(accumulate([stages.first, *[1.0] * (int(cycles) - 1)]))
-        ends = [int(start) + round(left * total / sums[-1]) for total in sums]
-        stages.check([end - begin for begin, end in pairwise([int(start), *ends])])
-        return int(steps), int(start), ends
+        self.ends = [self.start + round(left * total / sums[-1]) for total in sums]
+        stages.check([end - begin for begin, end in pairwise([self.start, *self.ends])])
+        self.warned = False
+        super().__init__(optimizer)
 
     def posteriors(self) -> list[Posterior]:
         """Return the model's posteriors whose mean the optimizer moves."""
         own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return [p for scope in scopes_of(self.model) for p in scope.posteriors if id(p.original) in own]
-
-    def collect(self, kind: type[Posterior]) -> None:
-        """Collect the present state of the posteriors of one kind."""
-        for posterior in self.posteriors():
-            if isinstance(posterior, kind):
-                with on_shard(posterior) as own:
-                    own.collect()  # type: ignore[operator]
 
     def place(self, done: int) -> Place | None:
         """Return where a step is that comes after so many; None where it is in no cycle."""
@@ -158,17 +144,11 @@ class Cycles(LRScheduler):
         """Collect after an optimizer step, and set the learning rates of the next one."""
         if epoch is not None:
             raise ValueError("Cycles counts the steps by itself; call step() without an epoch")
-        if self.last_epoch >= 0:
-            self._follow(self.last_epoch)
-        super().step()
-        self.stages.before(self.place(self.last_epoch))
-
-    def _follow(self, done: int) -> None:
-        """Collect after an optimizer step, by how many came before it."""
-        if done < self.start and self.before is not None:
-            self.before.step()
+        done = self.last_epoch  # below 0 when torch makes the first call, before any step
         place = self.place(done)
-        if place is not None:
+        if 0 <= done < self.start and self.before is not None:
+            self.before.step()
+        elif place is not None:
             self.stages.after(place)
             if place.step + 1 == place.length:
                 self.stages.end(place.cycle, last=done + 1 == self.steps)
@@ -177,8 +157,10 @@ class Cycles(LRScheduler):
             warnings.warn(
                 f"training goes on after the {self.steps} steps of Cycles, and collects nothing any more; give it "
                 "steps=, all optimizer steps of the training",
-                stacklevel=3,
+                stacklevel=2,
             )
+        super().step()
+        self.stages.before(self.place(self.last_epoch))
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rates of the next step."""
@@ -194,11 +176,7 @@ class Cycles(LRScheduler):
         return [factor * float(base) for base in self.base_lrs]
 
     def mixture(self) -> Mixture:
-        """Return the mixture of the members so far, of a method whose cycles end in copies of the model.
-
-        Raises:
-            ValueError: No cycle has ended yet, or the model itself has all members.
-        """
+        """Return the mixture of the members so far, of a method whose cycles end in copies of the model."""
         return self.stages.mixture()
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,11 +189,7 @@ class Cycles(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of the same schedule; load the model's and the optimizer's too.
-
-        Raises:
-            ValueError: It is the state of another schedule.
-        """
+        """Take over the state of the same schedule; load the model's and the optimizer's too."""
         theirs, own = state_dict.get("plan"), {name: getattr(self, name) for name in PLAN}
         if theirs != own:
             raise ValueError(f"this is the state of another schedule: {theirs}; make it with the same arguments: {own}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bayesify.core import distributed as shards
 from bayesify.core.method import NotReadyError
-from bayesify.core.modes import MEAN, MEMBER, Mode
+from bayesify.core.modes import MEMBER, Mode
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, following, state_dtype
 from bayesify.core.ranks import is_whole
@@ -91,8 +91,7 @@ class Ensemble(Vanilla):
 
     def bake(self, scope: Any, mode: Mode) -> None:
         """Write the statistics of the member that a mode reads into the layers."""
-        statistics = norm_statistics.kept(scope, MEAN if mode.mean else mode.member)
-        norm_statistics.write(statistics, norm_statistics.norms_in(scope.root))
+        norm_statistics.write(norm_statistics.kept(scope, None if mode.mean else mode.member), scope.root)
 
     def default_samples(self, posteriors: Sequence[Posterior]) -> int:
         """Return how many members there are, where `nst` does not say something else."""
@@ -147,8 +146,7 @@ class EnsemblePosterior(VanillaPosterior):
     @torch.no_grad()
     def keep(self) -> None:
         """Make the parameter's present value the next member."""
-        theta = self._kept(self.original.detach()).unsqueeze(0)
-        theta = theta.clone(memory_format=torch.contiguous_format)
+        theta = self._kept(self.original.detach()).unsqueeze(0).clone(memory_format=torch.contiguous_format)
         self.members = theta if self.members is None else torch.cat([self.members, theta])
 
     def _kept(self, theta: Tensor) -> Tensor:
@@ -172,10 +170,8 @@ class EnsemblePosterior(VanillaPosterior):
         """Return the first member, or the average of all; the parameter before there are any."""
         if self.members is None:
             return original
-        center = self.particle(0)
-        if self.soup:
-            members = self.members.to(original.device)
-            center = members.mean(0, dtype=state_dtype(members))
+        members = self.members.to(original.device) if self.soup else self.members
+        center = members.mean(0, dtype=state_dtype(members)) if self.soup else self.particle(0)
         return following(center.to(original.dtype), original)
 
     @property
@@ -229,9 +225,8 @@ def _member_model(root: nn.Module, scope: Any, number: int) -> nn.Module:
         for name, parameter in twin.named_parameters():
             if name in names and names[name].members is not None:
                 parameter.copy_(names[name].particle(number))
-    norm_statistics.write(norm_statistics.kept(scope, number), norm_statistics.norms_in(twin))
-    prior = {name: p.prior_mean for name, p in names.items()}
-    about = scope.method
+    norm_statistics.write(norm_statistics.kept(scope, number), twin)
+    prior, about = {name: p.prior_mean for name, p in names.items()}, scope.method
     return bayesify(twin, "vanilla", wd=about.wd, bias=about.bias, prior_mean=prior, include=lambda n, _: n in names)
 
 
@@ -265,19 +260,16 @@ class Members(Restarts):
     def end(self, number: int, *, last: bool) -> None:
         """Keep a member; start anew, or after the last cycle become the posterior's mean."""
         posteriors: list[Any] = self.run.posteriors()
-        scopes = list({id(p.reader): p.reader for p in posteriors}.values())
         again = self.restart != "first"
-        for scope in scopes:
-            norm_statistics.keep(scope)
         for posterior in posteriors:
             with shards.on_shard(posterior) as own, torch.no_grad():
                 own.keep()
                 start = own.prior_mean if again else own.particle(0)
                 own.original.copy_(own.mean_theta(own.original) if last else start)
-        for scope in scopes:
+        for scope in {id(p.reader): p.reader for p in posteriors}.values():
+            norm_statistics.keep(scope)
             if last or not again:
-                norms = norm_statistics.norms_in(scope.root)
-                norm_statistics.write(norm_statistics.kept(scope, MEAN if last else 0), norms)
+                norm_statistics.write(norm_statistics.kept(scope, None if last else 0), scope.root)
             else:
                 norm_statistics.write_start(scope.root)
         if not last:

@@ -23,7 +23,7 @@ from bayesify.core.sampling import Draw, Recipe
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
 from bayesify.engine.writing import Formula
-from bayesify.methods.optimizers import MethodOptimizer, Owner, except_row
+from bayesify.methods.optimizers import MethodOptimizer, except_row
 from bayesify.methods.vi import MEMORY
 
 WARM = 10  # steps before the curvature moves, over which lr grows
@@ -43,17 +43,15 @@ class IVON(Tempered):
     """
 
     name: ClassVar[str] = "ivon"
-    tempers: ClassVar[str] = "Ninflate"
     optimizer: ClassVar[str] = "IVON"
     bias_treatments: ClassVar[tuple[str, ...]] = ("informative",)
 
     Ninflate: float | None = None
     init_sig: float | None = None
-    bias: str = "informative"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_optional("Ninflate", "init_sig", above=0)
+        self.check_optional("init_sig", above=0)
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the Gaussian posterior of one parameter, N(param, init_sig^2) at first."""
@@ -83,8 +81,7 @@ class IVONPosterior(Posterior):
     def begin(self, strength: float) -> None:
         """Take over lambda, and the curvature that the present spread stands for: h = 1/(lambda s^2) - delta."""
         if self.h is None or self.strength != strength:  # else a run goes on
-            s = self.own_std
-            self.strength = strength
+            s, self.strength = self.own_std, strength
             self.h = (1 / (strength * s.square()) - self.delta).clamp_(min=0)
 
     def forget(self) -> None:
@@ -260,9 +257,9 @@ class IVONOptimizer(MethodOptimizer):
         if not 0 <= first < 1 or not (self.second is None or 0 <= self.second < 1):
             raise ValueError(f"betas must be two numbers in [0, 1), the second one or None, got {betas!r}")
         super().__init__(model, lr, num_data, {"beta": first}, like)
-        for posterior, scope, _ in self._owners:
+        for posterior in self._posteriors:
             with torch.no_grad(), on_shard(posterior) as own:
-                own.begin(1 / scope.method.scale(num_data))
+                own.begin(1 / posterior.reader.method.scale(num_data))
         self.run = {"seed": shared_seed(), "step": 0, "observed": torch.zeros(2)}
         self._announce()
 
@@ -289,17 +286,17 @@ class IVONOptimizer(MethodOptimizer):
             warm, rate = min(1.0, run["step"] / WARM), MEMORY if run["step"] > WARM else 0.0
         pulls = {id(scope): self._pull(scope) for scope in self._scopes}
         jobs = []
-        for param, group, owner in self.moving():
+        for param, group, posterior in self.moving():
             numbers = (1 - group["beta"], self.rate(param, group["lr"]) * warm, 1 - group["beta"] ** run["step"])
-            pull = pulls[id(owner[1])] if owner is not None and owner[0].relative else 0.0
-            jobs += self._jobs(param, owner, numbers, pull, (rate, ratio))
+            pull = pulls[id(posterior.reader)] if posterior is not None and posterior.relative else 0.0
+            jobs += self._jobs(param, posterior, numbers, pull, (rate, ratio))
         run_all(jobs)
         self.run = run
         self._announce()
 
     def _pull(self, scope: Scope) -> Factor:
         """Return c/(D0 + D), D over the model's weights with a relative prior (see `bayesify.core.penalty`)."""
-        near = [p for p, own, _ in self._owners if own is scope and p.relative]
+        near = [p for p in self._posteriors if p.reader is scope and p.relative]
         strength, floor = pull_of(scope, near)
         if not strength:
             return 0.0
@@ -311,14 +308,14 @@ class IVONOptimizer(MethodOptimizer):
         """Return the running means of what the noise costs, sum g^ eps s, and of sum (g^ s)^2, after a step."""
         before: Tensor = self.run["observed"]
         jobs = []
-        for owner, scope, _ in self._owners:
+        for owner in self._posteriors:
             posterior = part_of(owner)
             if (grad := posterior.original.grad) is not None:
                 if posterior.fixed_row is not None:  # which has no noise
                     grad = grad.clone()
                     grad[posterior.fixed_row] = 0
                 inputs = (grad, *posterior._known())
-                jobs.append((owner, Job(observe, posterior.stream(_seed(scope)), inputs)))
+                jobs.append((owner, Job(observe, posterior.stream(owner.reader.step_draw.seed), inputs)))
         if not jobs:
             return before
         sums = _sums(jobs)
@@ -326,7 +323,7 @@ class IVONOptimizer(MethodOptimizer):
         return torch.where(sums.isfinite().all(), torch.lerp(before, sums, MEMORY), before)
 
     def _jobs(
-        self, param: Tensor, owner: Owner | None, numbers: tuple[float, ...], pull: Factor, profile: tuple[Factor, ...]
+        self, param: Tensor, posterior: Any, numbers: tuple[float, ...], pull: Factor, profile: tuple[Factor, ...]
     ) -> list[Job]:
         """Return the move of a parameter and its curvature."""
         state = self.state[param]
@@ -334,9 +331,8 @@ class IVONOptimizer(MethodOptimizer):
         if "average" not in state:
             state["average"] = torch.zeros_like(param)
         grad, average, mean = part(param.grad), part(state["average"]), part(param)
-        if owner is None:
+        if posterior is None:
             return [Job(drift, None, (grad, average, mean, *numbers), (average, mean))]
-        posterior, scope, _ = owner
         own = part_of(posterior)
         outs = (average, own.h, mean)
         inputs = (grad, *outs, own.center, *numbers, own.delta, pull, 1 / own.prior_sig**2)
@@ -348,7 +344,8 @@ class IVONOptimizer(MethodOptimizer):
             total, count = over_processes([(posterior, sums)])
             state["start"] = float(total / count)
         inputs = (*inputs, own.strength, 1 - self.second, state["start"])
-        return except_row(own.fixed_row, Job(newton, own.stream(_seed(scope)), inputs, outs), still)
+        stream = own.stream(posterior.reader.step_draw.seed)
+        return except_row(own.fixed_row, Job(newton, stream, inputs, outs), still)
 
 
 def _sums(jobs: Iterable[tuple[IVONPosterior, Job]]) -> Tensor:
@@ -359,9 +356,3 @@ def _sums(jobs: Iterable[tuple[IVONPosterior, Job]]) -> Tensor:
         groups.setdefault((group, job.inputs[0].device), []).append((owner, job))
     rows = ((own[0][0], run_all([job for _, job in own])) for own in groups.values())
     return over_processes((owner, each.sum(0)) for owner, each in rows if each is not None)
-
-
-def _seed(scope: Scope) -> int:
-    """Return the seed of the theta that the gradients were taken at."""
-    assert scope.step_draw is not None
-    return int(scope.step_draw.seed)

@@ -15,8 +15,6 @@ from bayesify.core.sampling import Recipe
 from bayesify.engine.noise import Stream
 from bayesify.engine.writing import Formula
 
-MEANS = ("kept", "expected")
-
 
 @dataclass(frozen=True, kw_only=True)
 class MCDropout(Tempered):
@@ -45,9 +43,8 @@ class MCDropout(Tempered):
         self.check("p_drop", least=0)
         if self.p_drop >= 1:
             raise ValueError(f"p_drop must be in [0, 1), got {self.p_drop!r}")
-        self.check_optional("kld", least=0)
-        if self.mean not in MEANS:
-            raise ValueError(f"mean must be one of {list(MEANS)}, got {self.mean!r}")
+        if self.mean not in ("kept", "expected"):
+            raise ValueError(f"mean must be one of ['kept', 'expected'], got {self.mean!r}")
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the two-spike posterior of one parameter."""

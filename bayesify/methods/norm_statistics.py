@@ -2,15 +2,14 @@
 
 import copy
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from bayesify.core.modes import MEAN, kept_buffers, lasting_buffers
-from bayesify.core.ranks import in_a_group
+from bayesify.core.modes import kept_buffers, lasting_buffers
+from bayesify.core.ranks import several
 
 
 def norms_in(root: nn.Module) -> list[Any]:
@@ -28,27 +27,27 @@ def keep(scope: Any) -> None:
     """Keep the present statistics as those of the next member; of several processes those of rank 0."""
     now, holder = live(scope.root), scope.posteriors[0]
     if now is not None:
-        if in_a_group() and torch.distributed.get_world_size() > 1:
+        if several():
             torch.distributed.broadcast(now, 0)
         holder.statistics = torch.cat([now[None]] if holder.statistics is None else [holder.statistics, now[None]])
 
 
-def kept(scope: Any, number: Any) -> Tensor | None:
-    """Return the statistics of a member by its number, or those of MEAN; None where there are none."""
+def kept(scope: Any, number: int | None) -> Tensor | None:
+    """Return the statistics of a member by its number, or (None) those of the mean; None where there are none."""
     holder = scope.posteriors[0]
     every: Tensor | None = getattr(holder, "statistics", None)
     if every is None:
         return None
-    if number is MEAN:
+    if number is None:
         return every.mean(0) if holder.soup else every[0]
     return every[number % len(every)]
 
 
 @torch.no_grad()
-def write(values: Tensor | None, norms: Sequence[Any]) -> None:
-    """Write statistics into layers; None leaves them as they are."""
+def write(values: Tensor | None, root: nn.Module) -> None:
+    """Write statistics into the layers; None leaves them as they are."""
     if values is not None:
-        buffers = [t for norm in norms for t in (norm.running_mean, norm.running_var)]
+        buffers = [t for norm in norms_in(root) for t in (norm.running_mean, norm.running_var)]
         for buffer, value in zip(buffers, torch.split(values, [b.numel() for b in buffers]), strict=True):
             buffer.copy_(value)
 
@@ -59,7 +58,7 @@ def write_start(root: nn.Module) -> None:
     first = kept_buffers(root)
     for name, module, attribute in lasting_buffers(root):
         if name in first:
-            module._buffers[attribute].copy_(first[name])  # type: ignore[union-attr]
+            module.get_buffer(attribute).copy_(first[name])
 
 
 def read_by_member(scope: Any) -> None:
@@ -73,15 +72,11 @@ def read_by_member(scope: Any) -> None:
 
 
 class MemberStatistics:
-    """Hook before and after a layer's forward: until it ends, the statistics are those of the member in force.
-
-    Args:
-        scope: The model's, by which `unbayesify` knows the hook.
-        offset: The place of the layer's numbers among those of all layers.
-    """
+    """Hook before and after a layer's forward: until it ends, the statistics are those of the member in force."""
 
     def __init__(self, scope: Any, offset: int) -> None:
-        self.scope, self.offset = scope, offset
+        self.scope = scope  # by which `unbayesify` knows the hook
+        self.offset = offset  # the place of the layer's numbers among those of all layers
         self.lock = threading.RLock()  # another thread may read another member
         self.own: list[dict[str, Tensor]] = []
 
@@ -99,9 +94,8 @@ class MemberStatistics:
         self.own.append(own)
         mode, root = self.scope.mode, self.scope.root
         trains = mode.draw is None and not mode.mean and root is not None and root.training
-        if not (norm.training or mode.prior or trains):
-            values = kept(self.scope, MEAN if mode.draw is None else mode.member)
-            if values is not None:
-                size = norm.num_features
-                for name, value in zip(own, values[self.offset :][: 2 * size].view(2, size), strict=True):
-                    norm._buffers[name] = value.to(own[name])
+        number = None if mode.draw is None else mode.member
+        if not (norm.training or mode.prior or trains) and (values := kept(self.scope, number)) is not None:
+            size = norm.num_features
+            for name, value in zip(own, values[self.offset :][: 2 * size].view(2, size), strict=True):
+                norm._buffers[name] = value.to(own[name])

@@ -9,14 +9,10 @@ from torch import Tensor, nn
 
 from bayesify.core.distributed import follow, whole
 from bayesify.core.posterior import Posterior
-from bayesify.core.reading import Scope
 from bayesify.core.scopes import check_num_data, named_posteriors, scopes_of
 from bayesify.engine.dispatch import Job
 
-LIKE = ("sgd", "adamw")
 LONGEST = 100  # steps over which squared gradients are averaged for a rate like AdamW's
-
-Owner = tuple[Any, Scope, int]  # a posterior, its scope, and the scope's number
 
 
 class MethodOptimizer(torch.optim.Optimizer):
@@ -32,17 +28,17 @@ class MethodOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, lr: Any, num_data: float, defaults: dict[str, Any], like: str) -> None:
         check_num_data(num_data)
-        if like not in LIKE:
-            raise ValueError(f"like must be one of {list(LIKE)}, got {like!r}")
+        if like not in ("sgd", "adamw"):
+            raise ValueError(f"like must be one of ['sgd', 'adamw'], got {like!r}")
         self.name, self.num_data, self.like = self.method.upper(), float(num_data), like
         self._scopes = scopes_of(model)
-        numbers = {id(scope): (scope, number) for number, scope in enumerate(self._scopes)}
-        self._owners: list[Owner] = [(p, *numbers[id(p.reader)]) for _, p in named_posteriors(model)]
-        for posterior, scope, _ in self._owners:
+        self._posteriors: list[Any] = [p for _, p in named_posteriors(model)]
+        for posterior in self._posteriors:
             if not isinstance(posterior, self.kind):
                 raise ValueError(
-                    f"{self.name} trains models of method {self.method!r}, this one is {scope.method.name!r}; "
-                    f"bayesify(model, {self.method!r}), or train it with an optimizer of torch.optim"
+                    f"{self.name} trains models of method {self.method!r}, this one is "
+                    f"{posterior.reader.method.name!r}; bayesify(model, {self.method!r}), or train it with an "
+                    "optimizer of torch.optim"
                 )
         groups = lr if isinstance(lr, (list, tuple)) else [{"params": list(model.parameters()), "lr": lr}]
         if not groups or not all(isinstance(group, dict) and "lr" in group for group in groups):
@@ -80,11 +76,7 @@ class MethodOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Make one step.
-
-        Args:
-            closure: Computes the loss and its gradients again, and returns the loss.
-        """
+        """Make one step; a closure computes the loss and its gradients again, and returns the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -103,20 +95,18 @@ class MethodOptimizer(torch.optim.Optimizer):
         """Move everything by one step, by the gradients that are there."""
         raise NotImplementedError
 
-    def moving(self) -> Iterator[tuple[Tensor, dict[str, Any], Owner | None]]:
-        """Yield every parameter that has a gradient, with its group and, if it is Bayesian, its posterior."""
-        owners = {id(owner[0].original): owner for owner in self._owners}
+    def moving(self) -> Iterator[tuple[Tensor, dict[str, Any], Any]]:
+        """Yield every parameter that has a gradient, with its group and its posterior, or None."""
+        posteriors = {id(p.original): p for p in self._posteriors}
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    yield param, group, owners.get(id(param))
+                    yield param, group, posteriors.get(id(param))
 
     def rate(self, param: Tensor, lr: float) -> float:
-        """Return the rate of SGD with which a parameter's step has the size of AdamW's, if that is wanted.
+        """Return lr, or where it is AdamW's lr/sqrt(mean g^2), with which elements move by lr in the root mean square.
 
-        AdamW moves an element by lr in a step, whatever the loss; SGD's step of the rate lr/sqrt(mean g^2) moves the
-        elements of a tensor by lr in the root mean square, and keeps where training ends. The mean is over elements
-        and steps, of which the last hundred count. A tensor without gradients does not move.
+        The mean is over elements and the last hundred steps. A tensor without gradients does not move.
         """
         if self.like == "sgd" or param.grad is None:
             return lr
@@ -131,19 +121,17 @@ def except_row(row: int | None, noisy: Job, still: Job) -> list[Job]:
     """Return a noisy job in parts, so that a fixed row takes one without noise in its place."""
     if row is None:
         return [noisy]
-    count = len(noisy.outputs[0])
-    parts = [_rows(noisy, 0, row), _rows(still, row, row + 1), _rows(noisy, row + 1, count)]
-    return [job for job in parts if job.outputs[0].numel()]
+    parts = [(noisy, 0, row), (still, row, row + 1), (noisy, row + 1, len(noisy.outputs[0]))]
+    return [_rows(*part) for part in parts if part[1] < part[2]]
 
 
 def _rows(job: Job, first: int, end: int) -> Job:
     """Return a job on some rows of its tensors."""
-    tensors = {id(x): x for x in (*job.inputs, *job.outputs) if isinstance(x, Tensor) and x.dim()}
-    views = {key: x[first:end] for key, x in tensors.items()}  # an output that is an input stays one
+    every = (*job.inputs, *job.outputs)
+    views = {id(x): x[first:end] for x in every if isinstance(x, Tensor) and x.dim()}  # an output may be an input
     stream = job.stream
     if stream is not None:
-        size = stream.shape[1:].numel()
         shape = torch.Size((end - first, *stream.shape[1:]))
-        stream = stream._replace(shape=shape, start=stream.start + first * size)
+        stream = stream._replace(shape=shape, start=stream.start + first * shape[1:].numel())
     inputs, outputs = [views.get(id(x), x) for x in job.inputs], [views[id(y)] for y in job.outputs]
     return job._replace(stream=stream, inputs=inputs, outputs=outputs)

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.distributed import on_shard, part, part_of
-from bayesify.core.method import CollectedPosterior, Tempered
+from bayesify.core.distributed import part, part_of
+from bayesify.core.method import CollectedPosterior, Tempered, collect_states
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import LOW_PRECISION, Prior
 from bayesify.core.ranks import is_whole, shared_seed
 from bayesify.core.scopes import scopes_of
 from bayesify.engine import noise as noises
 from bayesify.engine.dispatch import Job, run_all
-from bayesify.methods.optimizers import MethodOptimizer, Owner, except_row
+from bayesify.methods.optimizers import MethodOptimizer, except_row
 from bayesify.methods.stages import Copies, Place
 
 FEW = 5  # minimum number of states for a usable spread
@@ -47,20 +47,16 @@ class SGLD(Tempered):
     """
 
     name: ClassVar[str] = "sgld"
-    tempers: ClassVar[str] = "Ninflate"
     optimizer: ClassVar[str] = "SGLD"
-    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
 
     Ninflate: float | None = None
     nd: float = 1.0
     burnin: int = 0
     thin: int = 10
     fade: float | None = None
-    bias: str = "informative"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_optional("Ninflate", above=0)
         self.check("nd", least=0)
         self.check_optional("fade", least=0)
         for option, least in (("burnin", 0), ("thin", 1)):
@@ -218,7 +214,7 @@ class SGLDOptimizer(MethodOptimizer):
     ) -> None:
         super().__init__(model, lr, num_data, {"momentum": momentum, **SAMPLING}, like)
         self.run = {"seed": shared_seed(), "step": 0}
-        for posterior, _, _ in self._owners:
+        for posterior in self._posteriors:
             if posterior.original.dtype in LOW_PRECISION:
                 warnings.warn(
                     f"{posterior.name!r} is {posterior.original.dtype}, in which SGLD's small steps round to nothing; "
@@ -240,12 +236,9 @@ class SGLDOptimizer(MethodOptimizer):
         self.run = {**self.run, "step": self.run["step"] + 1}
         run_all([job for found in self.moving() for job in self._jobs(*found)])
         if self.param_groups[0]["collects"]:
-            for posterior, scope, _ in self._owners:
-                if scope.method.collects(self.run["step"]):
-                    with on_shard(posterior) as own:
-                        own.collect()
+            collect_states((p for p in self._posteriors if p.reader.method.collects(self.run["step"])), SGLDPosterior)
 
-    def _jobs(self, param: Tensor, group: dict[str, Any], owner: Owner | None) -> list[Job]:
+    def _jobs(self, param: Tensor, group: dict[str, Any], posterior: Any) -> list[Job]:
         """Return one parameter's step."""
         assert param.grad is not None
         lr, mu = self.rate(param, group["lr"]), group["momentum"]
@@ -257,14 +250,11 @@ class SGLDOptimizer(MethodOptimizer):
         moved = [part(param), *velocity]
         inputs = (*moved, part(param.grad), lr, *([mu] if velocity else []))
         still = Job(glide if velocity else descend, None, inputs, moved)
-        if owner is None:
+        method = None if posterior is None else posterior.reader.method
+        if method is None or group["noise"] * method.nd * lr == 0:
             return [still]
-        posterior, scope, number = owner
-        method: Any = scope.method
         size = group["noise"] * method.nd * math.sqrt(2 * lr * (1 - mu) * method.scale(self.num_data))
-        if size == 0:
-            return [still]
-        own = part_of(posterior)
+        own, number = part_of(posterior), self._scopes.index(posterior.reader)
         seed = (noises.mix(self.run["seed"], number) + self.run["step"]) % 2**64
         stream = noises.Stream(seed, own.key, moved[0].shape, moved[0].dtype, moved[0].device, own.start)
         noisy = Job(kicked_glide if velocity else kicked, stream, (*inputs, size), moved)
@@ -310,7 +300,7 @@ class Basins(Copies):
         """Collect a state."""
         sampled = place.step + 1 - math.ceil(self.beta * place.length)  # steps of this cycle with noise, so far
         if sampled > 0 and sampled % self.thin == 0:
-            self.run.collect(SGLDPosterior)
+            collect_states(self.run.posteriors(), SGLDPosterior)
 
     def go_on(self, number: int) -> None:
         """Let the chain go on where it is, without moments."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from bayesify.core import distributed as shards
@@ -105,15 +105,15 @@ class Restarts(Stages):
         if self.restart != "fresh" and fresh is None:
             last = [name for name, m in modules.items() if isinstance(m, nn.Linear)][-1:]
             tied = {p for name, m in found.items() if name not in last for p in posteriors_of(m)}
-            own_head = {n: m for n, m in found.items() if n in last and "lora" not in n}
-            found = {n: m for n, m in own_head.items() if not tied.intersection(posteriors_of(m))}
+            heads = [n for n in found if n in last and "lora" not in n]
+            found = {n: found[n] for n in heads if not tied.intersection(posteriors_of(found[n]))}
         elif self.restart != "fresh":
             patterns = [fresh] if isinstance(fresh, str) else list(fresh)
             every = [Candidate(p.original, names=[p.name]) for p in own]
             if lost := [q for q in patterns if not any(matches(q, c.names, "fresh") for c in every)]:
                 raise unmatched(lost[0], every, "fresh")
-            names = {name: [p.name for p in posteriors_of(m)] for name, m in found.items()}
-            found = {n: m for n, m in found.items() if any(matches(q, names[n], "fresh") for q in patterns)}
+            named = {p for p in own if any(matches(q, [p.name], "fresh") for q in patterns)}
+            found = {n: m for n, m in found.items() if named.intersection(posteriors_of(m))}
         for name, module in found.items():
             if reset_of(module) is None:
                 raise ValueError(
@@ -227,12 +227,12 @@ def renew(module: nn.Module, seed: int) -> None:
     assert reset is not None
     readers = {p: p.reader for m in module.modules() for p in posteriors_of(m)}
     held = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
-    made: dict[tuple[int, str], Tensor] = {}
+    made = {id(p): nn.Parameter(shards.whole(p).detach().cpu().clone()) for _, _, p in held}
     try:
         for posterior in readers:
             posterior.reader = None  # reads give the parameter itself
         for home, name, parameter in held:
-            made[id(home), name] = home._parameters[name] = nn.Parameter(shards.whole(parameter).detach().cpu().clone())
+            home._parameters[name] = made[id(parameter)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed % 2**63)
             reset()
@@ -243,5 +243,4 @@ def renew(module: nn.Module, seed: int) -> None:
             posterior.reader = reader
     with torch.no_grad():
         for posterior in readers:
-            assert posterior._home is not None
-            shards.copy_whole(posterior.original, made[id(posterior._home[0]), posterior._home[1]])
+            shards.copy_whole(posterior.original, made[id(posterior.original)])

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from bayesify.core.distributed import on_shard
-from bayesify.core.method import CollectedPosterior, Tempered
+from bayesify.core.method import CollectedPosterior, Tempered, collect_states
 from bayesify.core.mixture import Mixture
 from bayesify.core.posterior import Posterior
 from bayesify.core.prior import Prior, state_dtype
@@ -53,14 +52,14 @@ class Iterates(Copies):
         """Collect an iterate in the last quarter of a training."""
         before, now = (ITERATES * (4 * k - 3 * place.length) // place.length for k in (place.step, place.step + 1))
         if self.repeats and now > max(before, 0):
-            self.run.collect(SWAGPosterior)
+            collect_states(self.run.posteriors(), SWAGPosterior)
 
     def end(self, number: int, *, last: bool) -> None:
         """Collect an iterate of what the optimizer moves, or keep a member."""
         if self.repeats:
             super().end(number, last=last)
         else:
-            self.run.collect(SWAGPosterior)
+            collect_states(self.run.posteriors(), SWAGPosterior)
 
     def mixture(self) -> Mixture:
         """Return the mixture of the members so far."""
@@ -85,18 +84,14 @@ class SWAG(Tempered):
     """
 
     name: ClassVar[str] = "swag"
-    tempers: ClassVar[str] = "Ninflate"
-    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
     stages: ClassVar[type[Stages]] = Iterates
 
     rank: int = 20
     Ninflate: float | None = None
-    bias: str = "informative"
     nst: int = 30
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_optional("Ninflate", above=0)
         if not is_whole(self.rank) or self.rank < 2:
             raise ValueError(f"rank must be an integer >= 2, got {self.rank!r}")
 
@@ -106,9 +101,8 @@ class SWAG(Tempered):
 
     def check_ready(self, posteriors: Sequence[Posterior]) -> None:
         """Raise before the second iterate; a parameter that nobody has moved since stays a point."""
-        if not any(isinstance(p, SWAGPosterior) and p.collected > 1 for p in posteriors):
-            for posterior in posteriors:
-                posterior.check_ready()
+        if not any(isinstance(p, SWAGPosterior) and p.ready for p in posteriors):
+            super().check_ready(posteriors)
 
 
 class SWAGPosterior(CollectedPosterior):
@@ -201,21 +195,13 @@ class SWAGPosterior(CollectedPosterior):
 
 
 def collect(model: nn.Module) -> None:
-    """Collect the present weights of a model of method "swag", all at once.
+    """Collect the present weights of a model of method "swag".
 
     For schedules of your own, such as one iterate at the end of each epoch, in place of `bayesify.Cycles`.
-
-    Args:
-        model: A model bayesified with "swag", or a module that contains one.
-
-    Raises:
-        ValueError: There is no posterior of method "swag" in it.
     """
     found = [p for _, p in named_posteriors(model) if isinstance(p, SWAGPosterior)]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no posterior of method 'swag'; call bayesify(model, 'swag') first"
         )
-    for posterior in found:
-        with on_shard(posterior) as own:
-            own.collect()
+    collect_states(found, SWAGPosterior)

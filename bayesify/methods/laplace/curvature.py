@@ -11,8 +11,7 @@ outside its layer too, a loss that mixes the examples) takes a backward pass per
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +20,14 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from bayesify.core.prior import state_dtype
+from bayesify.methods.laplace import rules
 from bayesify.methods.laplace.method import Kron
 from bayesify.methods.laplace.recorder import Call, NoRuleError, Recorder
-from bayesify.methods.laplace.rules import Part, Rows, add_in_chunks, example_dim, has_rule, parts_of, rows_of
 
 # Beyond this many outputs B is kept as its diagonal, and A beyond this many inputs: there is no eigenbasis of
 # 50,000 x 50,000 here.
 LARGEST_OUTPUT, LARGEST_INPUT = 4096, 8192
-Sources = dict[Call, dict[str, str | None]]  # calls, with the attribute of each parameter that has a rule there
+Ruled = dict[str, list[tuple[Call, str]]]  # the calls that a parameter's rules are for, with its attribute there
 
 
 class Layer(NamedTuple):
@@ -74,22 +73,23 @@ class Curvature:
         total = torch.zeros_like(output)
         for seed, own in zip(seeds, weights, strict=True):
             total += seed * own.view(-1, *(1,) * (output.dim() - 1))
-        rows = self._rows(calls)
-        found = _grads(output, total, [*self.params.values(), *(call.edge for call, _ in rows.values())])
+        layers = self._candidates(calls)
+        found = _grads(output, total, [*self.params.values(), *(call.edge for call in layers.values())])
         truth = {name: g for name, g in zip(self.params, found, strict=False) if g is not None}
-        waiting = self._add_layers(rows, found[len(self.params) :], truth, output, summed)
+        arriving = dict(zip(layers, found[len(self.params) :], strict=True))
+        waiting = self._add_layers(layers, arriving, truth, output, summed)
         for name in truth:
             param = self.params[name]
             self.squares.setdefault(name, torch.zeros_like(param, dtype=state_dtype(param), requires_grad=False))
-        sources = self._sources(calls, truth, len(output))
-        sums = {name: Sums(self.squares[name]) for roles in sources.values() for name in roles}
-        needed = dict.fromkeys((*sources, *(call for call, _ in waiting.values())))
+        ruled, again = self._sources(calls if len(output) > 1 else (), truth)
+        sums = {name: Sums(self.squares[name]) for names in (ruled, *again.values()) for name in names}
+        needed = dict.fromkeys((*(call for uses in ruled.values() for call, _ in uses), *again, *waiting.values()))
         for seed, own in zip(seeds if needed else (), weights, strict=False):
             grads = dict(zip(needed, _grads(output, seed, [call.edge for call in needed]), strict=True))
-            for name, (call, layer) in waiting.items():
+            for name, call in waiting.items():
                 if (grad := grads[call]) is not None:
-                    _add_outer(self.outputs[name], layer.read(grad))
-            self._add_squares(sources, grads, own, sums)
+                    _add_outer(self.outputs[name], rules.output_rows(call, grad))
+            self._add_squares(ruled, again, grads, own, sums)
         slow = [name for name in truth if name not in sums or not sums[name].agree(truth[name])]
         for name in sums.keys() - set(slow):
             self.squares[name] += sums[name].squares
@@ -97,62 +97,57 @@ class Curvature:
 
     # -- squares ---------------------------------------------------------------------------------------------------
 
-    def _sources(self, calls: Sequence[Call], truth: Mapping[str, Tensor], count: int) -> Sources:
-        """Find the calls that each parameter's gradient comes from, by rules or by a module that is run again.
+    def _sources(self, calls: Sequence[Call], truth: Mapping[str, Tensor]) -> tuple[Ruled, dict[Call, list[str]]]:
+        """Find the calls that each parameter's gradient comes from: those with rules, and those to be run again.
 
         What has no rule is left to the innermost module around it that was called, if that was once.
         """
-        sources: Sources = {}
+        ruled: Ruled = {}
+        again: dict[Call, list[str]] = {}
         by_module: dict[nn.Module, list[Call]] = {}
-        ruled = set()
-        for call in calls if count > 1 else ():
+        for call in calls:
             by_module.setdefault(call.module, []).append(call)
             for role, name in self.recorder.owned.get(call.module, {}).items():
-                if name in truth and has_rule(call, role):
-                    sources.setdefault(call, {})[name] = role
-                    ruled.add(name)
-        for name in truth.keys() - ruled:
+                if name in truth and rules.has_rule(call, role):
+                    ruled.setdefault(name, []).append((call, role))
+        for name in truth.keys() - ruled.keys():
             found = next((by_module[m] for m in self.recorder.around[name] if m in by_module), [])
             if len(found) == 1:
-                sources.setdefault(found[0], {})[name] = None
-        return sources
+                again.setdefault(found[0], []).append(name)
+        return ruled, again
 
     def _add_squares(
-        self, sources: Sources, grads: Mapping[Call, Tensor | None], weights: Tensor, sums: "dict[str, Sums]"
+        self,
+        ruled: Ruled,
+        again: Mapping[Call, list[str]],
+        grads: Mapping[Call, Tensor | None],
+        weights: Tensor,
+        sums: "dict[str, Sums]",
     ) -> None:
-        """Add one seed's gradients, and drop the sums of parameters for which that fails."""
-        times = Counter(name for roles in sources.values() for name in roles)
-        several: dict[str, list[Part]] = {}
-        for call, roles in sources.items():
-            if (grad := grads[call]) is None:
-                continue
+        """Add one seed's gradients, and drop the sums of parameters for which that fails: there is a slower way."""
+        for name in ruled.keys() & sums.keys():
             try:
-                for examples, parts in self._parts(
-                    call, {n: r for n, r in roles.items() if n in sums}, grad, len(weights)
-                ):
-                    for name, part in parts.items():
-                        if times[name] > 1:
-                            several.setdefault(name, []).append(part)
-                        else:
-                            sums[name].add([part], weights[examples])
-                for name in roles.keys() & sums.keys():
-                    sums[name].note(call, grad, weights)
-            except Exception:  # a module may fail on a single example; there is a slower way
-                for name in roles:
-                    sums.pop(name, None)
-        for name in several.keys() & sums.keys():
-            sums[name].add(several[name], weights)
+                parts = []
+                for call, role in ruled[name]:
+                    if (grad := grads[call]) is not None:
+                        parts.append(rules.part_of(call, role, grad, len(weights)))
+                        sums[name].note(call, grad, weights)
+                sums[name].add(parts, weights)
+            except Exception:
+                del sums[name]
+        for call, names in again.items():
+            if (grad := grads[call]) is not None and names[0] in sums:
+                try:
+                    self._run_again(call, names, grad, weights, sums)
+                except Exception:  # a module may fail on a single example
+                    for name in names:
+                        del sums[name]
 
-    def _parts(
-        self, call: Call, roles: Mapping[str, str | None], grad: Tensor, count: int
-    ) -> Iterator[tuple[slice, dict[str, Part]]]:
-        """Yield gradients by name: of all examples by the call's rule, and of each where its module is run again."""
-        if ruled := {name: role for name, role in roles.items() if role is not None}:
-            parts = parts_of(call, grad, count)
-            yield slice(None), {name: parts[role] for name, role in ruled.items()}
-        if not (again := [name for name, role in roles.items() if role is None]):
-            return
-        dim = example_dim(grad.shape, count)
+    def _run_again(
+        self, call: Call, names: Sequence[str], grad: Tensor, weights: Tensor, sums: "dict[str, Sums]"
+    ) -> None:
+        """Run a module again for each example, and add its parameters' gradients."""
+        dim, count = rules.example_dim(grad.shape, len(weights)), len(weights)
         if grad.shape[dim] != count:
             raise NoRuleError
 
@@ -165,8 +160,12 @@ class Curvature:
             with torch.enable_grad():
                 output = call.module(*args, **kwargs)
             output = output[0] if isinstance(output, tuple) else output
-            found = _grads(output, grad.narrow(dim, n, 1), [self.params[name] for name in again], keep=False)
-            yield slice(n, n + 1), {k: Part(g[None]) for k, g in zip(again, found, strict=True) if g is not None}
+            found = _grads(output, grad.narrow(dim, n, 1), [self.params[name] for name in names], keep=False)
+            for name, own in zip(names, found, strict=True):
+                if own is not None:
+                    sums[name].add([rules.Part(own[None])], weights[n : n + 1])
+        for name in names:
+            sums[name].note(call, grad, weights)
 
     def _add_one_by_one(self, output: Tensor, seeds: Sequence[Tensor], names: list[str]) -> None:
         """Run a backward pass of the whole model for each example and seed."""
@@ -187,37 +186,32 @@ class Curvature:
 
     # -- Kronecker factors -----------------------------------------------------------------------------------------
 
-    def _rows(self, calls: Iterable[Call]) -> dict[str, tuple[Call, Rows]]:
-        """Return the weights that are used once, by a linear map or a convolution, with the rows of that call."""
+    def _candidates(self, calls: Sequence[Call]) -> dict[str, Call]:
+        """Return the calls of weights that are used once, by a linear map or a convolution."""
         wanted = self.pairs if self.layers is None else self.layers
-        names = [(self.recorder.owned.get(call.module, {}).get("weight"), call) for call in calls]
-        times = Counter(name for name, _ in names)
-        out = {}
-        for name, call in names:
-            if name is not None and name in wanted and times[name] == 1:
-                with suppress(NoRuleError):
-                    out[name] = call, rows_of(call)
-        return out
+        uses = [(self.recorder.owned.get(call.module, {}).get("weight", ""), call) for call in calls]
+        times = Counter(name for name, _ in uses)
+        return {name: call for name, call in uses if name in wanted and times[name] == 1 and rules.has_rows(call)}
 
     def _add_layers(
         self,
-        candidates: Mapping[str, tuple[Call, Rows]],
-        grads: Sequence[Tensor | None],
+        candidates: Mapping[str, Call],
+        grads: Mapping[str, Tensor | None],
         truth: dict[str, Tensor],
         output: Tensor,
         summed: Callable[[bool], Tensor] | None,
-    ) -> dict[str, tuple[Call, Rows]]:
+    ) -> dict[str, Call]:
         """Add to A, and to B of a layer whose outputs are the model's; return the layers whose B waits for the seeds.
 
         The first batch finds the layers: a layer's gradient must be what the rows say, there and in every other batch.
         The layers' parameters leave `truth`.
         """
         found, waiting = {}, {}
-        for (name, (call, rows)), grad in zip(candidates.items(), grads, strict=True):
-            if grad is None or name not in truth:
+        for name, call in candidates.items():
+            if (grad := grads[name]) is None or name not in truth:
                 continue
-            d, x = rows.read(grad), rows.inputs()
-            layer = self._layer(name, x.to(d.dtype), d, rows.inputs_first, truth)
+            d, x = rules.output_rows(call, grad), rules.input_rows(call)
+            layer = self._layer(name, x.to(d.dtype), d, rules.is_turned(call), truth)
             if layer is None or (self.layers is not None and layer != self.layers[name]):
                 continue
             found[name] = layer
@@ -231,7 +225,7 @@ class Curvature:
                 total = self.outputs[name]
                 total += summed(total.dim() == 1).to(total)  # the curvature there is known, without a backward pass
             else:
-                waiting[name] = call, rows
+                waiting[name] = call
         self.layers = found if self.layers is None else self.layers
         if lost := self.layers.keys() & truth.keys() - found.keys():
             raise ValueError(f"the model uses {min(lost)!r} in another way than before; use structure='diag'")
@@ -245,8 +239,8 @@ class Curvature:
         size, eps = float(d.abs().sum()) * max(1.0, float(x.abs().max())), torch.finfo(d.dtype).eps
         if not _agree((x.T @ d if inputs_first else d.T @ x).view_as(truth[name]), truth[name], size, eps):
             return None
-        bias = self.pairs.get(name)
-        own = None if bias is None else truth.get(bias)
+        bias = self.pairs.get(name) or ""
+        own = truth.get(bias)
         joined = own is not None and own.shape == d.shape[1:] and _agree(d.sum(0), own, size, eps)
         # An A that is kept as its diagonal has no eigenvectors that a bias could have a row of.
         return Layer(bias if joined and x.shape[1] < LARGEST_INPUT else None, inputs_first)
@@ -281,12 +275,12 @@ class Sums:
         self.size += float(grad.abs().sum()) * max(1.0, largest) * float(weights.abs().max())
         self.eps = max(self.eps, torch.finfo(grad.dtype).eps)
 
-    def add(self, parts: Sequence[Part], weights: Tensor) -> None:
+    def add(self, parts: Sequence[rules.Part], weights: Tensor) -> None:
         """Add the gradients for one seed, through all calls."""
         if len(parts) == 1:
             parts[0].add(self.squares, self.weighted, weights)
         elif parts:
-            add_in_chunks(parts, self.squares, self.weighted, weights)
+            rules.add_in_chunks(parts, self.squares, self.weighted, weights)
 
     def agree(self, truth: Tensor) -> bool:
         """Return whether the weighted sum is autograd's."""

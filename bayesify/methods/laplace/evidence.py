@@ -94,17 +94,9 @@ def settle(
 
     Residuals of the training data are too small, as if the noise were less, by the number of weights that the data
     decides. With gamma = sum h/(h + 1/sigma^2) such weights, shared evenly by the outputs, the variance is the mean of
-    its posterior, RSS/(N - gamma/K - 2).
-
-    Args:
-        fitted: The parameters with their curvature, at the likelihood's present noise.
-        likelihood: Gets its noise, unless that was given.
-        examples: N, which the curvature is a sum over.
-        wide: Whether to choose the prior's scale: see `widest`.
-        power: The curvature goes with v^-power: 1 for Gauss-Newton, 2 for the empirical Fisher.
-
-    Returns:
-        The parameters with their curvature for the noise that was found, and the prior's scale over `prior_sig`.
+    its posterior, RSS/(N - gamma/K - 2). The curvature goes with v^-power: 1 for Gauss-Newton, 2 for the empirical
+    Fisher. Return the parameters with their curvature for that noise, and the prior's scale over `prior_sig`: that of
+    `widest` if it is to be `wide`.
     """
     rows, factor, free = list(fitted), 1.0, 1.0
     if any(f.posterior.layout is not None for f in rows):
@@ -155,10 +147,9 @@ def widest(fitted: Sequence[Fitted], likelihood: Regression, examples: float) ->
     curved = [(values, f.sig) for f in own if (values := f.values) is not None]
     spread = sum(float(values.double().sum()) * sig**2 for values, sig in curved)  # of f/sqrt(v), summed over the data
     sums = likelihood.residuals
-    if not spread > 0 or not isinstance(sums.scatter, Tensor):
-        return 1.0
-    size = float((sums.scatter / sums.count / _variances(likelihood)).sum()) * examples
-    if not size > 0:
+    known = isinstance(sums.scatter, Tensor)
+    size = float((sums.scatter / sums.count / _variances(likelihood)).sum()) * examples if known else 0.0
+    if not (spread > 0 and size > 0):
         return 1.0
     limit = WEAK * math.sqrt(size / spread)
     still = all(torch.equal(f.posterior.original, f.posterior.prior_mean.to(f.posterior.original)) for f in own)
@@ -171,12 +162,8 @@ def widest(fitted: Sequence[Fitted], likelihood: Regression, examples: float) ->
             break  # beyond the largest
     enough = max(tried.values()) - DOSE * examples
     found = next(factor for factor, value in tried.items() if value >= enough)
-    alone = [f for f in own if not isinstance(f.h, Kron)]
-    while (
-        alone
-        and found > limit * WIDTHS[-1]
-        and effective_weights(alone, found) > SHARE * examples * max(sums.outputs, 1)
-    ):
+    alone, most = [f for f in own if not isinstance(f.h, Kron)], SHARE * examples * max(sums.outputs, 1)
+    while found > limit * WIDTHS[-1] and effective_weights(alone, found) > most:
         found *= WIDTHS[1]
     return found
 

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from bayesify.core.selection import Candidate, Patterns, select
 from bayesify.engine import noise as noises
 from bayesify.methods.laplace.curvature import Curvature
 from bayesify.methods.laplace.evidence import Fitted, settle
-from bayesify.methods.laplace.method import KRON, Kron, Laplace, LaplacePosterior
+from bayesify.methods.laplace.method import KRON, LaplacePosterior
 from bayesify.methods.laplace.tuning import CHOICES, choose, first_examples, inputs_needed
 from bayesify.prediction import likelihoods
 from bayesify.prediction.batches import (
@@ -33,13 +33,11 @@ from bayesify.prediction.batches import (
     split_batch,
     to_device,
 )
-from bayesify.prediction.likelihoods import Classification, Given, Likelihood, Loss, Regression
+from bayesify.prediction.likelihoods import Given, Likelihood, Loss, Regression
 from bayesify.prediction.view import evaluation
 
 M = TypeVar("M", bound=nn.Module)
-Methods = dict[LaplacePosterior, Laplace]
 
-CURVATURES, STRUCTURES = ("ef", "ggn"), ("diag", "kron")
 LOOSE = 10  # prior scales
 CHANGED = ("deviation", *KRON, *LaplacePosterior.results, "_stamp")  # what a fit changes in a posterior
 
@@ -68,8 +66,7 @@ def fit_laplace(
     Args:
         model: A model bayesified with "la" and trained, or a module that contains one.
         loader: Batches: (inputs, labels), or dicts with "labels", which stand as in the model's own loss (a causal
-            language model shifts them). None keeps the factors of the last fit with structure="kron" and only tunes
-            the prior's scale anew.
+            language model shifts them).
         loss: A function of (output, target) that returns the loss of each example, as a negative log-likelihood; where
             the model returns an object, a function of its logits will do.
         num_data: The size of the training set; as many as the loaders of all processes give, by default.
@@ -91,7 +88,7 @@ def fit_laplace(
         include: Which parameters get a variance: glob pattern(s) over names, or a callable of (name, parameter).
         same_data: In several processes, whether the loaders of all give the same data (True) or parts of it, whose
             curvature is then summed (False). None asks the loader's sampler: a DistributedSampler means parts.
-        progress: Whether to show progress bars.
+        progress: Whether to show a progress bar.
 
     Returns:
         The same model.
@@ -109,30 +106,25 @@ def fit_laplace(
         >>> predict(fit_laplace(model, batches, structure="kron"), torch.ones(4, 3))
         Predictive(4 examples, 2 classes, closed form)
     """
-    methods = _methods(model)
+    posteriors, scopes = _posteriors(model), scopes_of(model)
     chosen = _selected(model, include)
-    for name, value, known in (("curvature", curvature, CURVATURES), ("structure", structure, STRUCTURES)):
+    for name, value, known in (("curvature", curvature, ["ef", "ggn"]), ("structure", structure, ["diag", "kron"])):
         if value not in known:
-            raise ValueError(f"{name} must be one of {list(known)}, got {value!r}")
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
     if num_data is not None:
         check_num_data(num_data)
     if isinstance(tune, bool) or (isinstance(tune, str) and tune not in CHOICES):
         raise ValueError(f"tune must be one of {list(CHOICES)}, validation batches or None, got {tune!r}")
-    scopes = scopes_of(model)
     given = copy.copy(likelihoods.likelihood_of(likelihood, loss))
     if (learned := noise_in(model)) is not None and loss is None and likelihood in (None, "regression"):
         given = Regression(learned.variance)
-    data, factor = [], None
-    if loader is None:
-        last = next(iter(methods.values())).noise_var  # of a regression
-        fitted, found = _kept(methods), given or (Classification() if last is None else Regression(last))
-    else:
-        with gathered_whole(model):
-            run = Pass(model, chosen, given, curvature == "ggn" or structure == "kron", structure == "kron")
-            data = run.over(loader, inputs_needed(tune), parts=_gives_parts(loader, same_data), progress=progress)
-        data = first_examples(data, inputs_needed(tune, run.examples))
-        fitted, found = run.fitted(methods, num_data)
-    if isinstance(found, Regression) and loader is not None:
+    with gathered_whole(model):
+        run = Pass(model, chosen, given, curvature == "ggn", structure == "kron")
+        data = run.over(loader, inputs_needed(tune), parts=_gives_parts(loader, same_data), progress=progress)
+    data = first_examples(data, inputs_needed(tune, run.examples))
+    fitted, found = run.fitted(posteriors, num_data)
+    factor = None
+    if isinstance(found, Regression):
         wide = tune == "wide" or (tune is None and all(f.posterior.relative for f in fitted if f.h is not None))
         examples = run.count if num_data is None else num_data
         fitted, widest = settle(fitted, found, examples, wide=wide, power=1 if run.ggn else 2)
@@ -141,20 +133,20 @@ def fit_laplace(
         raise ValueError("tune='wide' is for regression and its training batches; give validation batches, or 'self'")
     noise_var = found.noise_var if isinstance(found, Regression) else None
     before: list[tuple[Any, str, Any]] = [(scope, "method", scope.method) for scope in scopes]
-    before += [(posterior, name, getattr(posterior, name)) for posterior in methods for name in CHANGED]
+    before += [(posterior, name, getattr(posterior, name)) for posterior in posteriors for name in CHANGED]
     try:
         for scope in scopes:  # first, since candidates for the prior's scale are predicted with
             scope.method = replace(scope.method, noise_var=noise_var, likelihood=found.name)  # type: ignore[call-arg]
-        factor = choose(tune, fitted, model, found, data, progress) if factor is None else factor
+        factor = choose(tune, fitted, model, found, data) if factor is None else factor
         while fitted:
             fitted.pop().spread(factor)  # no more than one curvature is kept beside its deviation
     except BaseException:
         for owner, name, value in before:
             setattr(owner, name, value)
         raise
-    for posterior in methods:
+    for posterior in posteriors:
         posterior.tuned = "" if tune is None else CHOICES[tune] if isinstance(tune, str) else "validation"
-    _warn_if_unbounded(methods)
+    _warn_if_unbounded(posteriors)
     return model
 
 
@@ -170,21 +162,18 @@ def _gives_parts(loader: Any, same_data: bool | None) -> bool:
     return not same_data
 
 
-def _methods(model: nn.Module) -> Methods:
-    """Return the posteriors with their options; all must be of method "la"."""
-    out = {}
+def _posteriors(model: nn.Module) -> list[LaplacePosterior]:
+    """Return the posteriors inside a module; all must be of method "la"."""
     check_module(model)
+    every: list[Any] = [p for scope in scopes_of(model) for p in scope.posteriors]
+    for posterior in every:
+        if not isinstance(posterior, LaplacePosterior):
+            raise ValueError(
+                f"fit_laplace fits models of method 'la', this one is {posterior.reader.method.name!r}; "
+                "bayesify(model, 'la') first"
+            )
     inside = set(model.modules())
-    for scope in scopes_of(model):
-        for posterior in scope.posteriors:
-            if not isinstance(posterior, LaplacePosterior) or not isinstance(scope.method, Laplace):
-                raise ValueError(
-                    f"fit_laplace fits models of method 'la', this one is {scope.method.name!r}; "
-                    "bayesify(model, 'la') first"
-                )
-            if posterior in inside:
-                out[posterior] = scope.method
-    return out
+    return [p for p in every if p in inside]
 
 
 def _selected(model: nn.Module, include: Patterns) -> dict[str, LaplacePosterior]:
@@ -197,18 +186,6 @@ def _selected(model: nn.Module, include: Patterns) -> dict[str, LaplacePosterior
     every = {p: Candidate(p.original, [], [*found, p.name]) for p, found in names.items()}
     select(list(every.values()), include, None)
     return {candidate.name: p for p, candidate in every.items() if not candidate.skipped}
-
-
-def _kept(methods: Methods) -> list[Fitted]:
-    """Return the curvature of the last fit, where all of it was kept."""
-    names = {p.name: p for p in methods}
-    for posterior in methods:
-        if posterior.kron is None and (not posterior.ready or posterior.moves):
-            raise ValueError(
-                f"loader=None needs the factors of an earlier fit with structure='kron', which {posterior.name!r} does "
-                "not have; give the training batches"
-            )
-    return [Fitted(p, p.kron, names[p.partner] if p.partner else None) for p in methods]
 
 
 def _warn_if_unbounded(posteriors: Iterable[LaplacePosterior]) -> None:
@@ -228,11 +205,12 @@ class Pass:
     """The pass over the data, which sums the curvature of a model's loss."""
 
     def __init__(
-        self, model: nn.Module, chosen: Mapping[str, LaplacePosterior], loss: Likelihood | None, ggn: bool, kron: bool
+        self, model: nn.Module, chosen: dict[str, LaplacePosterior], loss: Likelihood | None, ggn: bool, kron: bool
     ) -> None:
         # DDP's own forward waits for the other processes, which may have fewer batches.
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self.chosen, self.likelihood, self.ggn, self.kron = chosen, loss, ggn, kron  # loss None: by the first batch
+        self.chosen, self.likelihood = chosen, loss  # or None: by the first batch
+        self.ggn, self.kron = ggn or kron, kron
         self.params = {name: p.original for name, p in chosen.items()}
         self.curvature = Curvature(self.model, self.params, _pairs(chosen) if kron else {})
         self.places = LabelPlaces(self.model)
@@ -262,24 +240,23 @@ class Pass:
             raise ValueError("the loader has no batches; pass a non-empty one")
         return first
 
-    def fitted(self, methods: Methods, num_data: float | None) -> tuple[list[Fitted], Likelihood]:
+    def fitted(self, posteriors: Sequence[LaplacePosterior], num_data: float | None) -> tuple[list[Fitted], Likelihood]:
         """Return each posterior's curvature times Ninflate num_data/seen, and the likelihood; forget the sums."""
         assert self.likelihood is not None
         size = self.count if num_data is None else num_data
         scale = self.likelihood.settle("ggn" if self.ggn else "ef") * size / self.count
         once = self.kron or isinstance(self.likelihood, Regression)  # which is read linearly: nothing to temper
-        scales = {name: scale * methods[p].inflation(size, kron=once) for name, p in self.chosen.items()}
-        krons = self.curvature.factors(scales)
+        scales = {name: scale * p.reader.method.inflation(size, kron=once) for name, p in self.chosen.items()}
+        found: dict[str, Any] = {**self.curvature.factors(scales)}
         weights = {layer.bias: self.chosen[weight] for weight, layer in (self.curvature.layers or {}).items()}
         names = {posterior: name for name, posterior in self.chosen.items()}
         out = []
-        for posterior in methods:
+        for posterior in posteriors:
             name = names.get(posterior, "")
-            h: Tensor | Kron | None = krons.pop(name, None)
-            joined = weights.get(name) if h is not None else None
-            if h is None and (total := self.curvature.squares.pop(name, None)) is not None:
-                h = total.mul_(scales[name]) if posterior.layout is None else posterior.layout.own(total, scales[name])
-            out.append(Fitted(posterior, h, joined))
+            if (total := self.curvature.squares.pop(name, None)) is not None:
+                layout = posterior.layout
+                found[name] = total.mul_(scales[name]) if layout is None else layout.own(total, scales[name])
+            out.append(Fitted(posterior, found.pop(name, None), weights.get(name)))
         return out, self.likelihood
 
     def _add(self, batch: Any) -> None:

@@ -91,19 +91,15 @@ class Laplace(Tempered):
     """
 
     name: ClassVar[str] = "la"
-    tempers: ClassVar[str] = "Ninflate"
-    bias_treatments: ClassVar[tuple[str, ...]] = ("informative", "uninformative")
     fitted: ClassVar[tuple[str, ...]] = ("noise_var", "likelihood")
 
     Ninflate: float | None = None
     damping: float = 0.0
-    bias: str = "informative"
     noise_var: float | tuple[float, ...] | None = None
     likelihood: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_optional("Ninflate", above=0)
         self.check("damping", least=0)
         Regression(self.noise_var)  # which checks it
         if self.likelihood is not None and not isinstance(self.likelihood, str):
@@ -116,8 +112,7 @@ class Laplace(Tempered):
 
     def posterior(self, param: Tensor, prior: Prior, *, fixed_row: int | None) -> Posterior:
         """Return the posterior of one parameter, without variances at first."""
-        flat = prior.is_bias and self.bias == "uninformative"
-        return LaplacePosterior(param, prior, flat=flat, fixed_row=fixed_row, damping=self.damping)
+        return LaplacePosterior(param, prior, flat=self.flat(prior), fixed_row=fixed_row, damping=self.damping)
 
     def inflation(self, num_data: float, *, kron: bool = False) -> float:
         """Return how many times each item counts in a fit; once where the factors keep the weights' correlations."""
@@ -140,19 +135,16 @@ class Laplace(Tempered):
         Whether it is the last one shows in the model's outputs.
         """
         moving = {p for p in scope.posteriors if p.moves}
-        places = [
-            (site.module, site.attribute, posterior)
+        lists: dict[tuple[nn.Module, str], Any] = {
+            (site.module, site.attribute): site.module.parametrizations[site.attribute]  # type: ignore[index]
             for site in scope.sites
-            for posterior in site.module.parametrizations[site.attribute]  # type: ignore[index]
-            if posterior in moving
-        ]
-        found = {attribute: posterior for _, attribute, posterior in places}
-        if len({module for module, *_ in places}) != 1 or not len(places) == len(found) == len(moving):
+        }
+        places = [(*place, own) for place, own in lists.items() if not moving.isdisjoint(own)]
+        if len({module for module, *_ in places}) != 1 or any(len(own) != 1 for *_, own in places):
             return None
-        head, weight, bias = places[0][0], found.pop("weight", None), found.pop("bias", None)
-        if weight is None or found or not isinstance(head, nn.Linear):
-            return None
-        if any(len(head.parametrizations[attribute]) != 1 for _, attribute, _ in places):  # type: ignore[index]
+        head, found = places[0][0], {attribute: own[0] for _, attribute, own in places}
+        weight, bias = found.get("weight"), found.get("bias")
+        if not isinstance(head, nn.Linear) or weight is None or found.keys() - {"weight", "bias"}:
             return None
         if bias is not None and (weight.kron is None) != (bias.kron is None):
             return None  # the sum of two covariances with different bases
@@ -202,12 +194,9 @@ class LaplacePosterior(MomentsPosterior):
     fitted_sig: float | None = None  # the prior's scale of the variances; `prior_sig` stays what training used
     tuned: str = ""  # how `fit_laplace` chose that scale, if it did
     partner: str = ""  # the name of the weight that a bias is one Kronecker-factored Gaussian with
-
-    def __init__(self, param: Tensor, prior: Prior, *, flat: bool, fixed_row: int | None, damping: float = 0.0) -> None:
-        super().__init__(param, prior, flat=flat, fixed_row=fixed_row)
-        self.damping = damping
-        self._stamp: tuple[torch.dtype, int] | None = None  # of the parameter at the fit
-        self._looked: tuple[int, int] | None = None  # which parameter was compared with it last
+    damping: float = 0.0
+    _stamp: tuple[torch.dtype, int] | None = None  # of the parameter at the fit
+    _looked: tuple[int, int] | None = None  # which parameter was compared with it last
 
     # -- the fit -----------------------------------------------------------------------------------------------
 
@@ -229,7 +218,7 @@ class LaplacePosterior(MomentsPosterior):
         for name, factor in zip(KRON, factors, strict=True):
             setattr(self, name, factor)
         self.fitted_sig, self.partner = sig, partner
-        self._remember_mean()
+        self.after_load()
 
     @property
     def ridge(self) -> float:
@@ -238,10 +227,10 @@ class LaplacePosterior(MomentsPosterior):
         return 1 / sig / sig + self.damping
 
     def spread(self, curvature: Tensor | None, sig: float) -> Tensor:
-        """Return sqrt(v) for a curvature h (sum over the data), in the state's dtype.
+        """Return sqrt(v), v = 1/(1/sigma^2 + h + damping), for a curvature h, in the state's dtype.
 
-        v = 1/(1/sigma^2 + h + damping). Without any curvature (the parameter is not in use) v is 0; so it is where h
-        is 0 under a flat prior, which has no 1/sigma^2.
+        Without any curvature (the parameter is not in use) v is 0; so it is where h is 0 under a flat prior, which has
+        no 1/sigma^2.
         """
         out = torch.zeros(self.shape, dtype=state_dtype(self.original), device=self.original.device)
         if curvature is None:
@@ -322,13 +311,10 @@ class LaplacePosterior(MomentsPosterior):
         """Return what the fit has found, once there is one."""
         return {n: v for n, v in super().found().items() if self.ready or n not in self.results}
 
-    def after_load(self) -> None:
-        """Take the mean that is there for that of the fit."""
-        self._remember_mean()
-
     # -- training that goes on ---------------------------------------------------------------------------------
 
-    def _remember_mean(self) -> None:
+    def after_load(self) -> None:
+        """Take the mean that is there for that of the fit."""
         self._stamp, self._looked = self._checksum(), None
 
     def _checksum(self) -> tuple[torch.dtype, int] | None:

@@ -7,7 +7,7 @@ squares in chunks, so that they are never in memory all at once.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,16 +118,15 @@ class Lookup(Part):
 # -- the rules ----------------------------------------------------------------------------------------------------
 
 Split = Callable[[Tensor], Tensor]
-Rule = Callable[[Call, Tensor, Split], dict[str, Part]]
-"""A function of a call, the gradients d that arrive at its output, (examples, rows of each, ...), and what splits other
-tensors in the same way; it returns the gradients of the call's parameters by attribute."""
+Rule = Callable[[Call, str, Tensor, Split], Part]
+"""A function of a call, the attribute of a parameter, the gradients d that arrive at the call's output, (examples, rows
+of each, ...), and what splits other tensors in the same way; it returns the parameter's gradients.
+
+Which layers a rule is right for need not be sure: sums that are wrong, and errors, are found out."""
 
 
 def example_dim(shape: torch.Size, count: int) -> int:
-    """Return which dimension the examples must be in: 0 (perhaps several rows each) or 1.
-
-    This is a guess by the shape, which the sums of a `Part` prove or disprove.
-    """
+    """Return which dimension the examples must be in by the shape: 0 (perhaps several rows each) or 1."""
     if shape and shape[0] != count and len(shape) > 1 and shape[1] == count:
         return 1
     if not shape or shape[0] % count or not shape[0]:
@@ -135,11 +134,11 @@ def example_dim(shape: torch.Size, count: int) -> int:
     return 0
 
 
-def parts_of(call: Call, grad: Tensor, count: int) -> dict[str, Part]:
-    """Return the gradients of a call's parameters by attribute, from that of its output, for `count` examples.
+def part_of(call: Call, role: str, grad: Tensor, count: int) -> Part:
+    """Return the gradients of a parameter, the attribute `role` of a call's module, from that of the call's output.
 
     Raises:
-        NoRuleError: There is no rule, or the shapes do not tell the examples apart.
+        NoRuleError: There is no rule, or the shapes do not tell the `count` examples apart.
     """
     dim = example_dim(grad.shape, count)
 
@@ -148,7 +147,7 @@ def parts_of(call: Call, grad: Tensor, count: int) -> dict[str, Part]:
             raise NoRuleError
         return torch.unflatten(tensor.movedim(dim, 0), 0, (count, -1))
 
-    return rule_of(call)(call, split(grad.to(state_dtype(grad))), split)
+    return rule_of(call)(call, role, split(grad.to(state_dtype(grad))), split)
 
 
 def rule_of(call: Call) -> Rule:
@@ -171,38 +170,36 @@ def _is(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
 
-def _token(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+def _token(call: Call, role: str, d: Tensor, split: Split) -> Part:
     """Rule for a parameter of shape (1, ...) that the recorder expanded over the examples."""
-    return {"": Part(d)}
+    return Part(d)
 
 
-def _embedding(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+def _embedding(call: Call, role: str, d: Tensor, split: Split) -> Part:
     """Rule for an embedding; the padding row has no gradient."""
     module: Any = call.module
-    if module.scale_grad_by_freq or module.max_norm is not None:
-        raise NoRuleError
     shared = call.inputs.numel() * d.shape[-1] != d.numel()  # positions, say, which the recorder expanded
     rows = call.inputs.expand(len(d), *d.shape[2:-1]) if shared else split(call.inputs)
     rows, d = rows.reshape(len(d), -1), d.reshape(len(d), -1, d.shape[-1])
     if module.padding_idx is not None:
         d = d * (rows != module.padding_idx).unsqueeze(-1)
-    return {"weight": Lookup(rows, d, module.weight.shape)}
+    return Lookup(rows, d, module.weight.shape)
 
 
-def _convolution(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+def _convolution(call: Call, role: str, d: Tensor, split: Split) -> Part:
     """Rule for a convolution; a 1 x 1 convolution is a linear map at every place."""
     module: Any = call.module
-    if len(call.shape) != len(module.kernel_size) + 2 or call.kwargs or len(call.args) > 1:
-        raise NoRuleError
+    if role == "bias":
+        return Part(_sum_to(d.movedim(2, -1), d.shape[2:3]))
     weight = module.weight.detach()
     x, padding = _padded(module, call.inputs.to(d.dtype))
-    x, bias = split(x), Part(_sum_to(d.movedim(2, -1), d.shape[2:3]))
+    x = split(x)
     plain = weight[0, 0].numel() == 1 and module.groups == 1 and not module.transposed and not any(padding)
     if plain and all(s == 1 for s in module.stride):
         left, right = (t.movedim(2, -1).flatten(1, -2) for t in (d, x))
-        return {"weight": Product(left, right, weight.shape), "bias": bias}
+        return Product(left, right, weight.shape)
     setting = (module.stride, padding, module.dilation, module.transposed, module.output_padding, module.groups)
-    return {"weight": Convolved(x, d, weight.to(d.dtype), setting), "bias": bias}
+    return Convolved(x, d, weight.to(d.dtype), setting)
 
 
 def _padded(module: Any, x: Tensor) -> tuple[Tensor, Any]:
@@ -213,11 +210,8 @@ def _padded(module: Any, x: Tensor) -> tuple[Tensor, Any]:
     return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * len(module.kernel_size)
 
 
-def _batch_norm(module: Any, x: Tensor) -> Tensor:
-    mean, variance = module.running_mean, module.running_var
-    if module.training or mean is None or variance is None:
-        raise NoRuleError  # the examples see each other
-    return F.batch_norm(x, mean.to(x.dtype), variance.to(x.dtype), eps=module.eps)
+def _batch_norm(m: Any, x: Tensor) -> Tensor:
+    return F.batch_norm(x, m.running_mean.to(x.dtype), m.running_var.to(x.dtype), eps=m.eps)
 
 
 SCALED: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
@@ -230,14 +224,15 @@ SCALED: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
 """What a layer multiplies by its weight, element by element."""
 
 
-def _scaling(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+def _scaling(call: Call, role: str, d: Tensor, split: Split) -> Part:
     """Rule for a normalization or PReLU."""
     module: Any = call.module
-    scaled = next(f for kind, f in SCALED.items() if isinstance(module, kind))(module, call.inputs.to(d.dtype))
-    both = {"weight": split(scaled) * d, "bias": d}
+    if role == "weight":
+        scaled = next(f for kind, f in SCALED.items() if isinstance(module, kind))
+        d = split(scaled(module, call.inputs.to(d.dtype))) * d
     if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):  # the weight is per channel
-        both = {role: values.movedim(2, -1) for role, values in both.items()}
-    return {role: Part(_sum_to(values, module.weight.shape)) for role, values in both.items()}
+        d = d.movedim(2, -1)
+    return Part(_sum_to(d, module.weight.shape))
 
 
 def _sum_to(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -245,14 +240,15 @@ def _sum_to(values: Tensor, shape: Sequence[int]) -> Tensor:
     return values.reshape(len(values), -1, *shape).sum(1)
 
 
-def _linear(call: Call, d: Tensor, split: Split) -> dict[str, Part]:
+def _linear(call: Call, role: str, d: Tensor, split: Split) -> Part:
     """Rule for a linear map."""
+    left = d.reshape(len(d), -1, d.shape[-1])
+    if role == "bias":
+        return Part(left.sum(1))
     x = split(call.inputs.to(d.dtype))
-    left, right = (t.reshape(len(t), -1, t.shape[-1]) for t in (d, x))
-    if left.shape[1] != right.shape[1]:
-        raise NoRuleError
-    weight = (right, left) if is_turned(call) else (left, right)
-    return {"weight": Product(*weight, call.module.weight.shape), "bias": Part(left.sum(1))}  # type: ignore[arg-type]
+    right = x.reshape(len(x), -1, x.shape[-1])
+    shape: Any = call.module.weight.shape
+    return Product(right, left, shape) if is_turned(call) else Product(left, right, shape)
 
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -266,13 +262,12 @@ RULES: dict[type[nn.Module], Rule] = {
 def is_turned(call: Call) -> bool:
     """Return whether a linear map's weight is of (inputs, outputs), as in x @ W; raise unless it is a linear map."""
     module: Any = call.module
-    weight = getattr(module, "weight", None)
-    if _is(module, nn.Linear):
+    if _is(module, nn.Linear, *CONVOLUTIONS):
         return False
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not call.inputs.is_floating_point():
         raise NoRuleError
     row, out = call.inputs.reshape(-1, call.inputs.shape[-1])[:1], call.row
-    bias = getattr(module, "bias", None)
     for turned, matrix in ((False, weight.detach().T), (True, weight.detach())):
         if matrix.shape == (row.shape[1], out.shape[1]):
             found = row.to(matrix.dtype) @ matrix + (0 if bias is None else bias.detach())
@@ -284,36 +279,28 @@ def is_turned(call: Call) -> bool:
 # -- rows, for Kronecker factors ----------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """One call of a linear map or convolution as rows."""
+def has_rows(call: Call) -> bool:
+    """Return whether a call is a linear map or a plain convolution."""
+    with suppress(NoRuleError):
+        if _is(call.module, nn.Conv1d, nn.Conv2d):
+            module: Any = call.module
+            return bool(module.groups == 1 and len(call.shape) == module.weight.dim())
+        return rule_of(call) is _linear
+    return False
 
-    inputs: Callable[[], Tensor]  # (rows, in), made when they are needed
-    read: Callable[[Tensor], Tensor]  # reads the gradient that arrives as (rows, out)
-    inputs_first: bool  # whether the weight is of (in, out)
 
-
-def rows_of(call: Call) -> Rows:
-    """Return the rows of inputs that a weight is applied to: a convolution's are its patches (Grosse & Martens 2016).
-
-    Raises:
-        NoRuleError: It is neither a linear map nor a plain convolution.
-    """
+def input_rows(call: Call) -> Tensor:
+    """Return the inputs of a weight, (rows, in): of a convolution its patches (Grosse & Martens 2016)."""
     module: Any = call.module
-    if rule_of(call) is _linear:
-        return Rows(
-            lambda: call.inputs.reshape(-1, call.inputs.shape[-1]),
-            lambda d: d.reshape(-1, d.shape[-1]),
-            is_turned(call),
-        )
-    places = len(module.kernel_size) if _is(module, nn.Conv1d, nn.Conv2d) else 0
-    if not places or module.groups != 1 or len(call.shape) != places + 2:
-        raise NoRuleError
+    if not isinstance(module, CONVOLUTIONS):
+        return call.inputs.reshape(-1, call.inputs.shape[-1])
+    x, padding = _padded(module, call.inputs)
+    setting = [tuple(v) for v in (module.kernel_size, module.dilation, padding, module.stride)]
+    if len(module.kernel_size) == 1:  # a row of one pixel's height
+        x, setting = x.unsqueeze(2), [(first, *v) for first, v in zip((1, 1, 0, 1), setting, strict=True)]
+    return F.unfold(x, *setting).mT.flatten(0, 1)
 
-    def patches() -> Tensor:
-        x, padding = _padded(module, call.inputs)
-        setting = [tuple(v) for v in (module.kernel_size, module.dilation, padding, module.stride)]
-        if places == 1:  # a row of one pixel's height
-            x, setting = x.unsqueeze(2), [(first, *v) for first, v in zip((1, 1, 0, 1), setting, strict=True)]
-        return F.unfold(x, *setting).mT.flatten(0, 1)
 
-    return Rows(patches, lambda d: d.flatten(2).mT.flatten(0, 1), False)
+def output_rows(call: Call, d: Tensor) -> Tensor:
+    """Return the gradient at a call's output as (rows, out)."""
+    return d.flatten(2).mT.flatten(0, 1) if isinstance(call.module, CONVOLUTIONS) else d.reshape(-1, d.shape[-1])

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from tqdm.auto import tqdm
 
 from bayesify.core import ranks
 from bayesify.core.distributed import part_of
@@ -45,13 +44,8 @@ NO_LABELS = "tune= needs data with labels, got inputs alone; pass batches of (in
 CHOICES = {"marglik": "evidence", "self": "itself", "wide": "evidence"}
 
 
-def choose(
-    tune: Any, fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any], progress: bool
-) -> float:
-    """Return the factor of prior_sig by `fit_laplace`'s `tune`; posteriors are changed on the way.
-
-    `data` are batches of training inputs.
-    """
+def choose(tune: Any, fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any]) -> float:
+    """Return the factor of prior_sig by `fit_laplace`'s `tune`, with training inputs; posteriors change on the way."""
     if any(scope.sharded for scope in scopes_of(model)):
         data = data[: min(ranks.gathered(len(data)))]  # their forwards wait for each other
     if tune is None:
@@ -60,7 +54,7 @@ def choose(
         return by_evidence(fitted, model, likelihood)
     if tune == "self":
         return by_own_predictions(fitted, model, data)
-    return by_validation(fitted, model, tune, likelihood, progress)
+    return by_validation(fitted, model, tune, likelihood)
 
 
 def least(loss: Callable[[float], float], ends: tuple[float, float], fine: tuple[float, float]) -> float:
@@ -92,11 +86,7 @@ def largest(cost: Callable[[float], float], limit: float, ends: tuple[float, flo
 
 
 def by_evidence(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood) -> float:
-    """Return the factor of prior_sig with the largest evidence (MacKay 1992).
-
-    Raises:
-        ValueError: The evidence says nothing about the prior, or nothing about what samples do.
-    """
+    """Return the factor of prior_sig with the largest evidence (MacKay 1992)."""
     own = [part_of(one.posterior) for one in fitted if one.h is not None and not one.posterior.flat]
     if not any(bool(deviation(p.original.detach(), p).any()) for p in own):
         raise ValueError(
@@ -123,9 +113,7 @@ def by_evidence(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likeliho
 # -- validation ---------------------------------------------------------------------------------------------------
 
 
-def by_validation(
-    fitted: Sequence[Fitted], model: nn.Module, data: Any, likelihood: Likelihood, progress: bool
-) -> float:
+def by_validation(fitted: Sequence[Fitted], model: nn.Module, data: Any, likelihood: Likelihood) -> float:
     """Return the factor of prior_sig with the lowest NLL of the prediction on validation data.
 
     In closed form where there is one, else by the same few samples at about ten scales, on the first batches.
@@ -135,17 +123,15 @@ def by_validation(
     cached = Cached.of(model, fitted, data) if isinstance(likelihood, (Classification, Regression)) else None
     ends, fine = (SAMPLED_RANGE, SAMPLED) if cached is None else (CLOSED_RANGE, CLOSED)
     data = first_examples(data, EXAMPLES) if cached is None else data
-    with tqdm(desc="tune", unit="scale", disable=not progress) as bar:
 
-        def loss(power: float) -> float:
-            spread_all(fitted, 10**power / base)
-            found = validation_nll(model, data, likelihood) if cached is None else cached.nll(likelihood)
-            mean = _over_ranks(*found)
-            bar.update()
-            logger.info("prior_sig %.3g: validation NLL %.4f", 10**power, mean)
-            return mean
+    def loss(power: float) -> float:
+        spread_all(fitted, 10**power / base)
+        found = validation_nll(model, data, likelihood) if cached is None else cached.nll(likelihood)
+        mean = _over_ranks(*found)
+        logger.info("prior_sig %.3g: validation NLL %.4f", 10**power, mean)
+        return mean
 
-        best = least(loss, ends, fine)
+    best = least(loss, ends, fine)
     if best - ends[0] < fine[1]:
         logger.warning(
             "the least spread that was tried, prior_sig %.3g, has the lowest validation NLL: the model is not "
@@ -215,10 +201,7 @@ class Cached(NamedTuple):
         return cls(form, torch.cat([one.features for one in found]), torch.cat([one.output for one in found]), labels)
 
     def nll(self, likelihood: Likelihood) -> tuple[float, int]:
-        """Return the summed NLL of the closed-form prediction at the posterior's present scale, and the count.
-
-        For a regression the variances of outputs and noise add up.
-        """
+        """Return the summed NLL of the closed-form prediction at the posterior's present scale, and the count."""
         if self.labels is None:
             raise ValueError(NO_LABELS)
         found = self.form.logits(self.features, self.outputs)
@@ -234,11 +217,7 @@ class Cached(NamedTuple):
 
 
 def by_own_predictions(fitted: Sequence[Fitted], model: nn.Module, data: Sequence[Any]) -> float:
-    """Return the largest factor of prior_sig that costs no more than `DOSE`.
-
-    The cost is the rise of the NLL of the classes that the trained model itself predicts for training inputs; no label
-    is needed.
-    """
+    """Return the largest factor of prior_sig that raises the NLL of the model's own classes by no more than `DOSE`."""
     cached = Cached.of(model, fitted, data)
     if cached is None:
         raise ValueError(
@@ -261,10 +240,9 @@ def by_own_predictions(fitted: Sequence[Fitted], model: nn.Module, data: Sequenc
 def bounded(fitted: Sequence[Fitted], model: nn.Module, likelihood: Likelihood, data: Sequence[Any]) -> float:
     """Return the largest factor of prior_sig, at most 1, with which samples cost no more than `TOLERANCE` nats.
 
-    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q, on a few training inputs,
-    with the same noise at every scale. A network that fits its training data exactly has little curvature there, and
-    then the spread is the prior's. One whose priors were given as numbers, whose prediction is a closed form, or which
-    is no classifier, is left as it is.
+    The cost is KL(p || q) of the trained model's prediction p and the sampled prediction q on a few training inputs:
+    where a network fits them exactly there is little curvature, and the spread is the prior's. A factor of 1 is for
+    priors that were given as numbers, for closed forms, and for what is no classifier.
     """
     if not data or not isinstance(likelihood, Classification):
         return 1.0

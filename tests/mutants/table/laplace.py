@@ -36,7 +36,7 @@ MUTANTS = [
         "test_laplace_exact.py",
         (
             "Ninflate is not in the curvature",
-            "scale * methods[p].inflation(size, kron=once)",
+            "scale * p.reader.method.inflation(size, kron=once)",
             "scale",
             "gauss_newton or fit_equals",
         ),
