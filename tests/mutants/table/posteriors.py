@@ -192,7 +192,7 @@ MUTANTS = [
         ("the penalty's gradient in the place of both", "found[target] + value if", "value if", "sum_of_both"),
         ("a node carries what has changed", "[t._version for t in now] ==", "True or [] ==", "last_forward"),
         ("a node carries what was frozen", "and self.trained ==", "or self.trained ==", "last_forward"),
-        ("all weights are relative", "or posterior.relative else", "or True else", "only_relative"),
+        ("all weights are relative", "kept[1] if posterior.relative else", "kept[1] if True else", "only_relative"),
     ),
     *of(
         "core/sampling.py",
