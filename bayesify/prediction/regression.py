@@ -91,6 +91,8 @@ class RegressionPredictive(Prediction):
     def interval(self, level: float = LEVEL, *, noise: bool = True) -> tuple[Tensor, Tensor]:
         """Return the central interval (low, high): the mixture's quantiles at (1 - level)/2 and (1 + level)/2.
 
+        Few samples make it too narrow where the epistemic part is the larger one: take 50 or more.
+
         Args:
             level: The probability that it holds.
             noise: Whether it is for what will be observed; False gives that of the function, without the noise.
