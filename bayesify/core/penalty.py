@@ -246,8 +246,8 @@ def _of_rest(rest: Sequence[tuple[Posterior, Tensor]], factors: tuple[Tensor, Te
     for posterior, mean in rest:
         own = part_of(posterior)
         original = mean if posterior.layout is None else own.original
-        near = (factors[0].to(original.device), factors[1].to(original.device))
-        sought.append((own, (original, *own.learnable()), None, None, near))
+        coef, pull = (f.to(original.device, wide(original)) for f in factors)
+        sought.append((own, (original, *own.learnable()), None, None, (coef, pull)))
     found = zip((p.layout for p, _ in rest), pulled_back(sought), strict=True)
     return [g if layout is None or g is None else layout.joined(g) for layout, own in found for g in own]
 
