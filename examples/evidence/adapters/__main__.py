@@ -47,7 +47,8 @@ def score(task, row):
     """Train a row, score it on the test data and write the result."""
     begin, setting = time.process_time(), settings.setting_of(row, RESULTS / "settings.json")
     kinds, notes, seconds = rows.made(task, row, setting)
-    found = {kind: rows.scored(predicted, *task.test()) for kind, predicted in kinds.items()}
+    test = task.test()
+    found = {kind: rows.scored(predicted, *test) for kind, predicted in kinds.items()}
     spent = time.process_time() - begin
     result = {"setting": setting, "train_seconds": round(seconds, 1), "seconds": round(spent, 1), "notes": notes}
     path = path_of(task.name, row, task.seed)

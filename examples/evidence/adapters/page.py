@@ -20,7 +20,7 @@ WORDS = {
     "la_last": "la, last layer",
     "la_adapters": "la, adapters",
     "existing": "LoRA, then a spread by `calibrate`",
-    "existing_directions": "the same, spread s/d by direction",
+    "existing_directions": "LoRA, then a spread s/d by direction",
     "one_budget": "ensemble for one training",
     "ensemble5": "ensemble of 5",
     "novelty": "LoRA and `fit_novelty`",
@@ -113,8 +113,8 @@ def better(tables):
         out.append(
             f"- **{name}** ({TASKS[name].about}; chance is {math.log(choices):.3f}"
             + (", and these weights are at chance" if chance else "")
-            + f"). Mean NLL at or below LoRA + temperature: {', '.join(below) or 'none'}. "
-            + f"Above it, with a temperature too: {', '.join(above) or 'none'}."
+            + f"). Mean NLL at or below LoRA + temperature: {'; '.join(below) or 'none'}. "
+            + f"Above it, with a temperature too: {'; '.join(above) or 'none'}."
         )
     return "\n".join(out)
 
