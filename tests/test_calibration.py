@@ -243,3 +243,12 @@ def test_a_factor_of_zero_is_saved_and_loaded(tmp_path):
     save(model, tmp_path)
     loaded = load(torch.nn.Linear(3, 2), tmp_path)
     assert all(q.calibration == 0 and not q.std.any() for _, q in named_posteriors(loaded))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_spread_that_calibrate_finds_is_not_called_untrained():
+    torch.manual_seed(0)
+    model = bayesify(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), "vi").eval()
+    x = torch.randn(60, 4)
+    calibrate(model, [x], progress=False)
+    assert predict(model, x, 5, seed=0).num_samples == 5 and "never trained" not in str(summary(model))

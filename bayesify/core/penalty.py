@@ -226,17 +226,13 @@ def _factors(terms: Terms, grad: Tensor, numbers: Tensor) -> tuple[Tensor, Tenso
         with torch.no_grad():
             size, (cost, power) = step_size(sum(p.shape.numel() for p in natural)), numbers[2:].to(grad)
             inverse = torch.where(grad != 0, 1 / grad, 0.0)  # times 0 asks for no step
-            units = torch.stack([inverse, inverse * inverse])
             ratio = torch.where(power > 0, cost.clamp(min=0) / power, 0.0)  # 0 before anything was observed
-            scalars = torch.stack([ratio * units[1] / terms.scale if terms.scale else 0 * ratio, size * grad])
-            steps: dict[torch.device, Step] = {}
+            each = 1 / terms.scale if terms.scale else 0.0
+            scalars = torch.stack([ratio * inverse * inverse * each, size * grad, inverse, inverse * inverse])
+            sent = [scalars.to(d, t) for d, t in {p.original.device: wide(p.original) for p in natural}.items()]
+            steps = {s.device: Step(host(s[0]), host(s[1]), s[2:], size * each) for s in sent}
             for posterior in natural:
-                device = posterior.original.device
-                if device not in steps:
-                    own = scalars.to(device, wide(posterior.original))
-                    unit = size / terms.scale if terms.scale else 0.0
-                    steps[device] = Step(host(own[0]), host(own[1]), units.to(device, own.dtype), unit)
-                posterior.step = steps[device]
+                posterior.step = steps[posterior.original.device]
     return grad * terms.scale, pull
 
 

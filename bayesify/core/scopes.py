@@ -307,7 +307,8 @@ def mistakes(scope: Scope, *, spread: bool = True, known: Collection[str] = ()) 
         text = "training diverged; lower the learning rate and train again from finite weights"
         return {"finite": f"the weights are not finite, {name!r} first: {text}"}
     found, posteriors = dict[str, str](), scope.posteriors
-    causes = list(takewhile(bool, (p.untrained for p in posteriors))) if spread and "spread" not in known else []
+    why = (p.untrained if p.calibration == 1 else "" for p in posteriors)  # `calibrate` finds a spread too
+    causes = list(takewhile(bool, why)) if spread and "spread" not in known else []
     if posteriors and len(causes) == len(posteriors):
         found["spread"] = (
             f"the spread of the posterior was never trained: {causes[0]}, so samples hardly differ from "

@@ -93,6 +93,8 @@ def calibrate(
         raise ValueError(f"target must be a positive number of nats, got {target!r}")
     if not is_whole(samples) or samples < 2:
         raise ValueError(f"samples must be an integer >= 2, got {samples!r}; fewer are too noisy")
+    for scope in scopes_of(model):
+        scope.warned.add("spread")  # which it is about to get
     likelihood, before = likelihood_of(likelihood), [p.calibration for p in posteriors]
     data = as_batches(data)
     if not rereadable(data) and own_places(data) is None:

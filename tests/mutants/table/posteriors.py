@@ -183,8 +183,13 @@ MUTANTS = [
     *of(
         "core/penalty.py",
         "test_natural.py",
-        ("the curvature without kappa", "units[1] / terms.scale", "units[1]", "its_formula"),
-        ("a step that forgets the scale of the loss", "size * grad])", "grad + size - grad])", "scales_and"),
+        ("the curvature without kappa", "ratio * inverse * inverse * each", "ratio * inverse * inverse", "its_formula"),
+        (
+            "a step that forgets the scale of the loss",
+            "size * grad, inverse,",
+            "0 * grad + size, inverse,",
+            "scales_and",
+        ),
     ),
     *of(
         "core/sampling.py",
