@@ -146,17 +146,14 @@ def _on_device(terms: Terms, members: list[tuple[Posterior, Tensor]]) -> Tensor:
         for i, one in enumerate(parts):
             jobs.setdefault(len(one.weights), []).append((one, 0.0 if i else unit))
         constant += energy.constant
-    total = None
+    total = _sent((constant, 0.0), wide(first), first)
     for found in jobs.values():  # both numbers are weighted sums of sums
         weights = [
             [w for p, _ in found for w in p.weights],
             [w for p, unit in found for w in (unit, *(0.0 for _ in p.weights[1:]))],
         ]
-        flat = sums([p for p, _ in found]).flatten()
-        start = _sent((constant, 0.0), flat.dtype, first) if total is None else total
-        total = torch.addmv(start, _sent(tuple(map(tuple, weights)), flat.dtype, first), flat)
-    if total is None:
-        total = _sent((constant, 0.0), wide(first), first)
+        flat = sums([p for p, _ in found]).flatten().to(total)
+        total = torch.addmv(total, _sent(tuple(map(tuple, weights)), flat.dtype, first), flat)
     if apart:
         total = total + torch.nn.functional.pad(torch.stack([e.to(total) for e in apart]).sum(0, keepdim=True), (0, 1))
     # Each process has observed all rows of a sharded posterior: its share counts.

@@ -182,8 +182,7 @@ class Scope:
         if not frame.stack:
             frame.close()
             self.now.frame = None
-            if torch._C._current_autograd_node() is None:
-                self.now.nodes = frame.nodes
+            self.now.nodes = frame.nodes if torch._C._current_autograd_node() is None else self.now.nodes
             forget_weights(self.recurrent)
             self._past.remember(self.now.past, Record.of(frame.mode, frame.start, module))
 
