@@ -70,13 +70,13 @@ def best_of(history):
 
 
 def finished(history, args):
-    """Tell whether all epochs are over, or the last better one is too long ago."""
+    """Return whether all epochs are over, or the last better one is too long ago."""
     best = best_of(history)
     return len(history) >= args.epochs or (best is not None and len(history) - best["epoch"] >= args.patience)
 
 
 def is_best(entry, history):
-    """Tell whether an epoch has a lower validation loss than all before it."""
+    """Return whether an epoch has a lower validation loss than all before it."""
     best = best_of(history)
     return best is None or entry["val_loss"] < best["val_loss"]
 

@@ -96,7 +96,7 @@ def run(text):
 
 
 def close(shown, printed, tolerance=0.1):
-    """Tell whether two outputs say the same: equal words, and numbers within the tolerance.
+    """Return whether two outputs say the same: equal words, and numbers within the tolerance.
 
     What a summary says of a method's options is left out: every new option would change it.
     """

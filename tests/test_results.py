@@ -115,7 +115,7 @@ def test_the_zoo():
 
 
 def has(example, page, name, text):
-    """Tell whether a part of a page is what its command writes."""
+    """Return whether a part of a page is what its command writes."""
     return committed(page) == example("sections").with_section(committed(page), name, text)
 
 

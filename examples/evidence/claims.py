@@ -93,7 +93,7 @@ def averaged(tables):
 
 
 def below(table, way):
-    """Tell whether a way to predict is below plain + temperature by more than two standard errors."""
+    """Return whether a way to predict is below plain + temperature by more than two standard errors."""
     apart = table.against(way)
     return apart.mean < -SURE * apart.or_none
 
@@ -122,7 +122,7 @@ def pair(one, other, score="nll", other_score=None, *, margin=0.0, higher=False)
 
 
 def holds(apart, margin=0.0, higher=False):
-    """Tell whether a difference is at most 0, or at least the margin; NOISE where it misses by one standard error."""
+    """Return whether a difference is at most 0, or at least the margin; NOISE where it misses by one standard error."""
     missed = margin - apart.mean if higher else apart.mean
     return True if missed <= 0 else NOISE if missed <= apart.or_none else False
 

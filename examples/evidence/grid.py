@@ -26,14 +26,14 @@ def tuned_rows():
 
 
 def is_known(row, task):
-    """Tell whether a row can run: a tuned one needs a setting, and one by SGD a task that has another optimizer."""
+    """Return whether a row can run: a tuned one needs a setting, and one by SGD a task that has another optimizer."""
     if row.endswith("_sgd"):
         return has_own_optimizer(task)
     return not row.endswith(TUNED) or row.removesuffix(TUNED) in read()["chosen"].get(task, {})
 
 
 def has_own_optimizer(task):
-    """Tell whether a task's plain training is by another optimizer than SGD."""
+    """Return whether a task's plain training is by another optimizer than SGD."""
     return TASKS[task].optimizer is not Task.optimizer
 
 

@@ -70,7 +70,7 @@ class Table:
         return [kind for kind in first if all(kind in other for other in others)]
 
     def has(self, way):
-        """Tell whether there is such a row, and such a way to predict."""
+        """Return whether there is such a row, and such a way to predict."""
         return way[0] in self.rows and way[1] in self.kinds(way[0])
 
     def values(self, row, kind, score):

@@ -257,7 +257,7 @@ def _same(what: str, wanted: list[Tensor], found: list[Tensor]) -> None:
 
 
 def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Tell whether two outputs differ anywhere; NaN equals NaN."""
+    """Return whether two outputs differ anywhere; NaN equals NaN."""
     if [t.shape for t in some] != [t.shape for t in others]:
         return True
     return any(not bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(some, others, strict=True))

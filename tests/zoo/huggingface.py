@@ -86,7 +86,7 @@ def _classes(name: str) -> list[type[PreTrainedModel]]:
 
 
 def _takes(cls: type, config: type[PreTrainedConfig]) -> bool:
-    """Tell whether a class is a model that is built from a config class."""
+    """Return whether a class is a model that is built from a config class."""
     if not issubclass(cls, PreTrainedModel) or "forward" not in vars(cls):
         return False
     argument = inspect.signature(cls.__init__).parameters.get("config")

@@ -112,7 +112,7 @@ def _image_case(name: str, build: Callable[[], nn.Module], shapes: list[tuple[in
 
 
 def _trains(model: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Tell whether a model takes an input, in both modes and backwards."""
+    """Return whether a model takes an input, in both modes and backwards."""
     try:
         model.eval()(_noise(*shape))
         outputs = [t for t in tensors(model.train()(_noise(*shape))) if t.requires_grad]
